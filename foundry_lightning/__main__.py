@@ -1,0 +1,7 @@
+"""`python -m foundry_lightning` is the command line."""
+
+import sys
+
+from foundry_lightning.cli import main
+
+sys.exit(main())

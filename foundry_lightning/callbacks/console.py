@@ -1,0 +1,204 @@
+"""What a person at the terminal sees: what will be trained, how it goes, what the model can do at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.table import Table
+
+from foundry_lightning.callbacks.after_update import AfterUpdate
+from foundry_lightning.data.pipeline import DataPipeline
+from foundry_lightning.masking import permutation
+
+_SAMPLE = 10_000  # rows that stand for a larger source
+
+
+def unigram_loss(train: DataPipeline, val: DataPipeline, *, special_token_ids: tuple[int, ...], vocab_size: int) -> float:
+    """Cross-entropy in nats of the validation tokens under the training tokens' frequencies (add-one smoothing).
+
+    What a model that ignores the context reaches; special tokens count on neither side. At most 10,000 rows are read.
+    """
+    counts = _token_counts(train, special_token_ids, vocab_size)
+    log_shares = np.log((counts + 1) / (counts + 1).sum())
+    held_out = _token_counts(val, special_token_ids, vocab_size)
+    return float(-(held_out * log_shares).sum() / max(held_out.sum(), 1))
+
+
+def _token_counts(pipeline: DataPipeline, special: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    rows = pipeline.table.with_format("numpy")[: _SAMPLE]["input_ids"]
+    counts = np.bincount(np.concatenate(list(rows)), minlength=vocab_size)
+    counts[list(special)] = 0
+    return counts
+
+
+def fill_blanks(module: Any, pipeline: DataPipeline, *, count: int, seed: int) -> list[tuple[str, str, str, float]]:
+    """Blanks one word in each of some texts and lets the model fill it.
+
+    Args:
+        module: A module with a student, a projection and a tokenizer.
+        pipeline: Where the texts come from; which ones, and which word, the seed decides.
+        count: Number of texts.
+        seed: The seed.
+
+    Returns:
+        (text around the blank, the word, the model's guess, its probability) of each.
+    """
+    tokenizer, found = module.tokenizer, []
+    total = len(pipeline.source)
+    for index in permutation(total, seed=seed, epoch=0).tolist():
+        text = next(iter(pipeline.source.rows(index)))
+        if not isinstance(text, str):
+            break
+        encoded = tokenizer(text, truncation=True, max_length=pipeline.max_length, return_tensors="pt")
+        words = [w for w in encoded.word_ids(0) if w is not None]
+        spans = {w: encoded.word_to_chars(0, w) for w in dict.fromkeys(words) if words.count(w) == 1}
+        whole = [w for w, span in spans.items() if text[span.start : span.end].isalpha() and span.end - span.start > 3]
+        if not whole:
+            continue
+        word = whole[int(permutation(len(whole), seed=seed, epoch=1, first=index)[0])]
+        span = spans[word]
+        place = encoded.word_ids(0).index(word)
+        ids = encoded["input_ids"].to(module.device)
+        ids[0, place] = tokenizer.mask_token_id
+        inputs = {"input_ids": ids, "attention_mask": encoded["attention_mask"].to(module.device)}
+        with torch.inference_mode():
+            position = torch.tensor([place], device=module.device)
+            scores = module.projection(module.student, inputs, positions=position).scored.scores()[0]
+        probability, guess = scores[: module.masking.vocab_size].float().softmax(0).max(0)
+        before, after = text[max(span.start - 50, 0) : span.start], text[span.end : span.end + 30]
+        around = f"{before}____{after}".replace("\n", " ")
+        found.append((around, text[span.start : span.end], tokenizer.decode([int(guess)]), float(probability)))
+        if len(found) == count:
+            break
+    return found
+
+
+class ConsoleReport(AfterUpdate):
+    """Prints the start, a line at each log, each evaluation, and at the end some blanks filled.
+
+    Args:
+        blanks: Held-out texts in which the model fills a blank at the end.
+    """
+
+    def __init__(self, blanks: int = 3) -> None:
+        self.blanks = blanks
+        self.console = Console(highlight=False)
+        self.baseline: float | None = None
+        self._tokens, self._since = 0, 0.0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Says what will be trained."""
+        super().on_train_start(trainer, pl_module)
+        self._tokens, self._since = 0, time.monotonic()
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not trainer.is_global_zero:
+            return
+        student = pl_module.student
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_row("student", f"{type(student).__name__}, {sum(p.numel() for p in student.parameters()):,} parameters")
+        train, val = getattr(data, "train", None), getattr(data, "val", None)
+        if isinstance(train, DataPipeline):
+            table.add_row("data", train.source.description)
+            if not train.is_stream:
+                table.add_row("rows", f"{len(train.table):,} in {train.num_batches():,} batches")
+        total = trainer.estimated_stepping_batches
+        table.add_row("updates", "until stopped" if math.isinf(total) else f"{int(total):,}")
+        projection = getattr(pl_module, "projection", None)
+        if projection is not None:
+            table.add_row("projection", projection.reason)
+        masking = getattr(pl_module, "masking", None)
+        if (
+            masking is not None
+            and isinstance(train, DataPipeline)
+            and isinstance(val, DataPipeline)
+            and not train.is_stream
+            and not val.is_stream
+        ):
+            self.baseline = unigram_loss(
+                train, val, special_token_ids=masking.special_token_ids, vocab_size=masking.vocab_size
+            )
+            table.add_row("unigram baseline", f"{self.baseline:.3f} nats on the validation data")
+        self.console.print(table)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts tokens."""
+        self._tokens += batch["info"].get("num_attended", 0)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def after_update(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Prints a line where a log is due."""
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps and not module.is_last_update():
+            return
+        metrics = module.window_metrics()
+        if not trainer.is_global_zero:
+            return
+        seconds = max(time.monotonic() - self._since, 1e-9)
+        total = trainer.estimated_stepping_batches
+        parts = [f"step {step:>6}" + ("" if math.isinf(total) else f"/{int(total)}"), f"loss {metrics['loss']:.3f}"]
+        if self.baseline is not None and "mlm" in metrics:
+            parts.append(f"{metrics['mlm'] - self.baseline:+.3f} to the unigram baseline")
+        parts.append(f"{self._tokens * trainer.world_size / seconds:,.0f} tokens/s")
+        self.console.print(" | ".join(parts))
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Prints the evaluation."""
+        metrics = trainer.callback_metrics
+        if trainer.is_global_zero and not trainer.sanity_checking and "val/loss" in metrics:
+            shown = {name.removeprefix("val/"): float(metrics[name]) for name in metrics if name.startswith("val/")}
+            text = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown.items())
+            if self.baseline is not None and "mlm" in shown:
+                text += f" (unigram baseline {self.baseline:.4g})"
+            self.console.print(f"validation: {text}")
+        super().on_validation_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Fills blanks of held-out texts."""
+        val = getattr(trainer.datamodule, "val", None)  # type: ignore[attr-defined]
+        if not (
+            self.blanks
+            and trainer.is_global_zero
+            and isinstance(val, DataPipeline)
+            and not val.is_stream
+            and hasattr(pl_module, "masking")
+        ):
+            return
+        pl_module.student.eval()
+        table = Table("held-out text", "truth", "guess", "probability")
+        seed = pl_module.config.seed
+        for text, truth, guess, probability in fill_blanks(pl_module, val, count=self.blanks, seed=seed):
+            table.add_row(text, truth, guess, f"{probability:.2f}")
+        if table.row_count:
+            self.console.print(table)
+
+
+class PrintGuesses(Callback):
+    """Prints the guesses of `predict`."""
+
+    def on_predict_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """One line a text, one a blank."""
+        console = Console(highlight=False)
+        for text, blanks in zip(batch, outputs, strict=True):
+            console.print(text, markup=False)
+            for number, guesses in enumerate(blanks, 1):
+                shown = ", ".join(f"{token.strip()} {probability:.2f}" for token, probability in guesses)
+                console.print(f"  blank {number}: {shown}", markup=False)
+            if not blanks:
+                console.print("  no blank in this text; write the tokenizer's mask token where one should be.")

@@ -1,0 +1,212 @@
+"""Checkpoints: written atomically, read without running code, and what may change when a run resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import nn
+
+if TYPE_CHECKING:
+    from foundry_lightning.modules.base import EncoderModule
+
+FORMAT = 1
+_KEY = "foundry_lightning"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a temporary file in the target's folder, syncs it, and renames it over the target.
+
+    Whatever happens meanwhile, the target is either the whole old or the whole new checkpoint. Files are read with
+    `weights_only=True`: no code in them runs.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+        """Writes `checkpoint` to `path`.
+
+        Raises:
+            OSError: the disk is full or not writable; an older checkpoint at `path` is kept.
+        """
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            with open(partial, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        except (OSError, RuntimeError) as error:
+            raise OSError(
+                f"checkpoint {target} could not be written ({error}); older checkpoints are kept, free some space."
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+        sync_folder(target.parent)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a checkpoint; see `read_checkpoint`."""
+        return read_checkpoint(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in `folder` last through a power cut, where the system can."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def checkpoint_file(path: str | os.PathLike[str]) -> Path:
+    """A path not ending in `.ckpt` is a folder and means the `checkpoint.ckpt` in it."""
+    path = Path(path)
+    return path if path.suffix == ".ckpt" else path / "checkpoint.ckpt"
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a checkpoint of this package without running any code in it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: truncated, holding pickled code, or not a checkpoint of this package.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"checkpoint {path} does not exist; give a .ckpt file or the folder that holds one.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"checkpoint {path} holds more than tensors and plain values and was refused; nothing in it was run."
+        ) from error
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} is damaged or no checkpoint ({error}); use an older one.") from error
+    if not isinstance(checkpoint, dict) or _KEY not in checkpoint:
+        raise ValueError(f"checkpoint {path} was not written by foundry-lightning; give one of its .ckpt files.")
+    if checkpoint[_KEY]["format"] != FORMAT:
+        raise ValueError(
+            f"checkpoint {path} has format {checkpoint[_KEY]['format']}, this version reads {FORMAT}; "
+            "use the version that wrote it."
+        )
+    return checkpoint
+
+
+def architecture(model: nn.Module | None) -> str:
+    """Stable name of a model's parameters: their names, shapes and types."""
+    assert model is not None
+    shapes = sorted((_plain(name), list(p.shape)) for name, p in model.named_parameters())
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the prefix that torch.compile adds."""
+    return name.replace("_orig_mod.", "")
+
+
+def describe(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
+    """Completes a checkpoint on save: what a resume must know; no teacher, no compile prefix."""
+    trainer = module.trainer
+    checkpoint["state_dict"] = {
+        _plain(name): value for name, value in checkpoint["state_dict"].items() if not name.startswith("teacher.")
+    }
+    checkpoint[_KEY] = {
+        "format": FORMAT,
+        "module": type(module).__name__,
+        "settings": module.unchangeable(),
+        "accumulation": trainer.accumulate_grad_batches,
+        "num_ranks": trainer.world_size,
+    }
+
+
+def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
+    """Checks a checkpoint against the module on load, and sets the loops to the last finished update.
+
+    Raises:
+        ValueError: another module, another setting that may not change, or another window.
+    """
+    saved = checkpoint.get(_KEY)
+    if saved is None:
+        raise ValueError("checkpoint was not written by foundry-lightning; give one of its .ckpt files.")
+    problems = []
+    if saved["module"] != type(module).__name__:
+        problems.append(f"it is of {saved['module']}, this is {type(module).__name__}")
+    fitting = module._trainer is not None and module.trainer.state.fn == "fit"
+    current = module.unchangeable()
+    names = current if fitting else ["architecture"]
+    problems += [
+        f"{name} was {saved['settings'].get(name)!r} and is {current[name]!r} now"
+        for name in names
+        if saved["settings"].get(name) != current[name]
+    ]
+    if fitting and checkpoint["global_step"]:
+        trainer = module.trainer
+        before, now = saved["accumulation"] * saved["num_ranks"], trainer.accumulate_grad_batches * trainer.world_size
+        if before != now:
+            problems.append(
+                f"a window had {before} batches (accumulation × ranks: {saved['accumulation']} × "
+                f"{saved['num_ranks']}) and has {now} now"
+            )
+    if problems:
+        raise ValueError("checkpoint does not fit: " + "; ".join(problems) + ". Restore these, or start a new run.")
+    own = dict(module.state_dict())
+    for name in own:
+        plain = _plain(name)
+        if name != plain and plain in checkpoint["state_dict"]:
+            checkpoint["state_dict"][name] = checkpoint["state_dict"].pop(plain)
+    checkpoint["state_dict"].update({name: own[name] for name in own if name.startswith("teacher.")})
+    if fitting:
+        _rewind(checkpoint["loops"]["fit_loop"], saved, module.trainer.accumulate_grad_batches)
+
+
+def _rewind(fit_loop: dict[str, Any], saved: dict[str, Any], accumulation: int) -> None:
+    """Sets Lightning's saved progress to a state between two updates, from which every kind of restart is alike.
+
+    Lightning saves from inside its hooks, when a batch is `ready` but not `completed` and an epoch half closed, and
+    has a path of its own for each. Between updates there are two states: inside an epoch with b places done, or at
+    the beginning of the next.
+    """
+    batches, epochs = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_progress"]
+    done, ended = batches["current"]["ready"], batches["is_last_batch"]
+    epoch = epochs["current"]["processed"]
+    if epochs["current"]["ready"] == epoch and done and not ended:
+        epoch -= 1  # max_steps ended the run within an epoch, which Lightning counts as processed
+    elif epochs["current"]["ready"] == epoch:
+        done = 0
+    elif ended:
+        done, epoch = 0, epoch + 1
+    places = done // saved["accumulation"] * accumulation  # updates done in the epoch, in places of today's ranks
+    for progress in (batches["current"], batches["total"]):
+        count = places if progress is batches["current"] else progress["ready"]
+        progress.update(dict.fromkeys(("ready", "started", "processed", "completed"), count))
+    batches["is_last_batch"] = False
+    for progress in (epochs["current"], epochs["total"]):
+        progress.update({"ready": epoch, "started": epoch, "processed": epoch, "completed": epoch})
+        if done:
+            progress.update({"ready": epoch + 1, "started": epoch + 1})
+    steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps
+
+
+def use_current_settings(trainer: lightning.Trainer, groups: list[dict[str, Any]]) -> None:
+    """After a resume, lets today's learning rate, schedule and decay rule; the moments stay the checkpoint's.
+
+    Args:
+        trainer: Its one optimizer and scheduler have been restored.
+        groups: The parameter groups' settings as built from today's config.
+    """
+    optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
+    scheduler.base_lrs = [group["initial_lr"] for group in groups]
+    for group, settings, factor in zip(optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True):
+        group.update(settings)
+        group["lr"] = settings["initial_lr"] * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

@@ -1,0 +1,290 @@
+"""The command line: LightningCLI for fit, validate, test and predict; plain commands for tokenizer and export."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from foundry_lightning.callbacks import EvaluateEvery, SaveEvery
+from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
+from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, read_checkpoint
+from foundry_lightning.data.datamodule import MLMDataModule
+from foundry_lightning.export import export_student, load_student_weights
+from foundry_lightning.modules.base import EncoderModule
+from foundry_lightning.trainers import NEVER
+
+_OVERVIEW = """\
+foundry-lightning: pretrain your own encoder from raw text, or distil one from a teacher.
+
+  foundry-lightning fit --config configs/mlm.yaml        train; writes runs/mlm/1/ and runs/mlm/export/
+  foundry-lightning validate --config configs/mlm.yaml   evaluate the newest checkpoint of that run
+  foundry-lightning predict --config configs/mlm.yaml --data.predict '["a list of [MASK]"]'   fill blanks
+  foundry-lightning tokenizer --source 'data/*.txt' --vocab_size 8000 --out my-tokenizer      train a tokenizer
+  foundry-lightning export --config configs/mlm.yaml --ckpt runs/mlm/1 --out my-model         export a checkpoint
+
+Each command has --help. --debug before a command shows the full traceback of an error.
+"""
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Keeps the resolved config in the run folder; it can be run again as it is."""
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero and not self.already_saved:
+            folder = Path(trainer.default_root_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.parser.save(self.config, str(folder / "config.yaml"), skip_none=False, overwrite=True, multifile=False)
+            self.already_saved = True
+
+
+class FoundryCLI(LightningCLI):
+    """LightningCLI with run folders, checkpoints and evaluation counted in updates, and an export at the end."""
+
+    def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
+        super().__init__(
+            EncoderModule,
+            MLMDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            seed_everything_default=42,
+            save_config_callback=_SaveConfig,
+            load_from_checkpoint_support=False,
+            auto_configure_optimizers=False,
+            trainer_defaults={
+                "check_val_every_n_epoch": None,
+                "val_check_interval": NEVER,
+                "num_sanity_val_steps": 0,
+                "use_distributed_sampler": False,
+                "enable_model_summary": False,
+                "enable_progress_bar": False,
+                "gradient_clip_val": 1.0,
+            },
+            args=args,
+            run=run,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds what this package has beside Lightning's own settings."""
+        parser.add_argument("--run_name", type=str, default="mlm", help="Runs go to RUNS_DIR/RUN_NAME/1, 2, …")
+        parser.add_argument("--runs_dir", type=str, default="runs", help="Folder of all runs.")
+        parser.add_argument("--resume", type=bool, default=False, help="Go on with the newest run of this name.")
+        parser.add_lightning_class_args(EvaluateEvery, "evaluate")
+        parser.add_lightning_class_args(SaveEvery, "checkpoint")
+        parser.add_lightning_class_args(ConsoleReport, "console")
+        parser.set_defaults({"evaluate.every": 100, "checkpoint.every": 500})
+
+    # ------------------------------------------------------------- run folders
+
+    def before_instantiate_classes(self) -> None:
+        """Decides the run folder, and the checkpoint where none is named."""
+        if self.subcommand is None:
+            return
+        config = self.config[self.subcommand]
+        self.run_root = Path(config.runs_dir) / config.run_name
+        if self.subcommand == "fit":
+            folder = self._fit_folder(config)
+        else:
+            newest = self._newest_run()
+            if config.ckpt_path is None:
+                if newest is None:
+                    raise FileNotFoundError(
+                        f"{self.run_root} holds no checkpoint; run fit first, or give --ckpt_path or --run_name."
+                    )
+                config.ckpt_path = str(newest / "checkpoint.ckpt")
+            folder = Path(config.ckpt_path).parent
+        if config.ckpt_path is not None:
+            config.ckpt_path = str(checkpoint_file(config.ckpt_path))
+            read_checkpoint(config.ckpt_path)
+        if config.trainer.default_root_dir is None:
+            config.trainer.default_root_dir = str(folder)
+
+    def _fit_folder(self, config: Any) -> Path:
+        if config.resume and config.ckpt_path is None:
+            newest = self._newest_run()
+            if newest is None:
+                raise FileNotFoundError(f"{self.run_root} holds no checkpoint to resume; leave --resume out.")
+            config.ckpt_path = str(newest / "checkpoint.ckpt")
+        if config.ckpt_path is not None:
+            folder = checkpoint_file(config.ckpt_path).resolve().parent
+            if folder.parent == self.run_root.resolve():
+                return self.run_root / folder.name
+        # processes that Lightning starts on this node run this code again and must find the same folder
+        known = os.environ.get("FOUNDRY_LIGHTNING_RUN_FOLDER")
+        if known is not None and os.environ.get("LOCAL_RANK", "0") != "0":
+            return Path(known)
+        folder = self.run_root / str(max(self._run_numbers(), default=0) + 1)
+        os.environ["FOUNDRY_LIGHTNING_RUN_FOLDER"] = str(folder)
+        return folder
+
+    def _run_numbers(self) -> list[int]:
+        if not self.run_root.is_dir():
+            return []
+        return [int(path.name) for path in self.run_root.iterdir() if path.name.isdigit()]
+
+    def _newest_run(self) -> Path | None:
+        runs = [self.run_root / str(n) for n in sorted(self._run_numbers(), reverse=True)]
+        return next((run for run in runs if (run / "checkpoint.ckpt").is_file()), None)
+
+    def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
+        """Adds the checkpoint writer and, where the config names no logger, one that writes metrics.csv."""
+        trainer = self._get(self.config_init, "trainer")
+        plugins = trainer.get("plugins") or []
+        plugins = plugins if isinstance(plugins, list) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            kwargs["plugins"] = [*plugins, AtomicCheckpointIO()]
+        fit = self.subcommand == "fit"
+        if trainer.get("logger") in (None, True):
+            kwargs["logger"] = fit and CSVLogger(trainer.default_root_dir, name="", version="")
+        if self.subcommand == "predict":
+            kwargs["callbacks"] = [*(trainer.get("callbacks") or []), PrintGuesses()]
+        return super().instantiate_trainer(**kwargs)
+
+    # ------------------------------------------------------------- after a fit
+
+    def after_fit(self) -> None:
+        """Exports the student, also as the newest of this run name, and says where it lies."""
+        if not self.trainer.is_global_zero:
+            return
+        folder = Path(self.trainer.default_root_dir)
+        metrics = {k: f"{float(v):.4f}" for k, v in self.trainer.callback_metrics.items() if k.startswith("val/")}
+        facts = {"updates": self.trainer.global_step, **metrics, **self.model.unchangeable()}
+        export = export_student(self.model.student, folder / "export", tokenizer=self.model.tokenizer, facts=facts)
+        newest = _publish(export, self.run_root / "export")
+        print(f"exported: {export}, also at {newest}\nresume or extend: add --resume true (and a larger limit)")
+
+    def after_validate(self) -> None:
+        """Prints the figures."""
+        if self.trainer.is_global_zero:
+            for name, value in self.trainer.callback_metrics.items():
+                print(f"{name}: {float(value):.4f}")
+
+    after_test = after_validate
+
+
+def _publish(folder: Path, target: Path) -> Path:
+    """Copies a folder to `target`, replacing what is there at once."""
+    partial, old = target.with_name(f".{target.name}.{os.getpid()}.partial"), target.with_name(f".{target.name}.old")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(folder, partial)
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(target, old)
+    os.replace(partial, target)
+    shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def from_yaml(path: str | os.PathLike[str]) -> tuple[lightning.Trainer, EncoderModule, MLMDataModule]:
+    """Builds trainer, module and data of a config as `foundry-lightning fit --config path` would.
+
+    `trainer.fit(module, datamodule=data)` trains.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a config that does not fit.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"config {path} does not exist; give a YAML file such as configs/mlm.yaml.")
+    cli = FoundryCLI(["--config", str(path)], run=False)
+    return cli.trainer, cli.model, cli.datamodule
+
+
+def train_tokenizer_command(
+    source: str,
+    out: str,
+    vocab_size: int = 8000,
+    kind: str = "wordpiece",
+    lowercase: bool = True,
+    min_frequency: int = 2,
+    text_column: str = "text",
+) -> None:
+    """Trains a tokenizer on texts and writes a folder that AutoTokenizer loads.
+
+    Example: foundry-lightning tokenizer --source 'data/*.txt' --vocab_size 8000 --out my-tokenizer
+
+    Args:
+        source: A file or glob (.txt, .jsonl, .gz, .zst, .parquet), or an embedded corpus (python-docs).
+        out: The folder to write.
+        vocab_size: Number of tokens, special ones included.
+        kind: wordpiece, bpe or unigram.
+        lowercase: Whether text is lower-cased.
+        min_frequency: Least number of times a token must occur.
+        text_column: Column of the text in .jsonl and .parquet.
+    """
+    from foundry_lightning.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(
+        source,
+        vocab_size=vocab_size,
+        kind=kind,
+        lowercase=lowercase,
+        min_frequency=min_frequency,
+        text_column=text_column,
+    )
+    tokenizer.save_pretrained(out)
+    print(f"{len(tokenizer)} tokens written to {out}")
+
+
+def export_command(ckpt: str, out: str, config: str | None = None) -> None:
+    """Writes the student of a checkpoint as a folder that AutoModelForMaskedLM loads.
+
+    Example: foundry-lightning export --ckpt runs/mlm/1 --out my-model
+
+    Args:
+        ckpt: A .ckpt file, or the folder of a run.
+        out: The folder to write.
+        config: The run's config; by default the config.yaml beside the checkpoint.
+    """
+    file = checkpoint_file(ckpt)
+    state = read_checkpoint(file)
+    config_file = Path(config) if config is not None else file.parent / "config.yaml"
+    _, module, data = from_yaml(config_file)
+    data.prepare_data()
+    if module.tokenizer is None:
+        module.tokenizer = data.tokenizer
+    student = module.build_student()
+    load_student_weights(student, state)
+    facts = {"updates": state["global_step"]}
+    print(f"exported: {export_student(student, out, tokenizer=module.tokenizer, facts=facts)}")
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {"tokenizer": train_tokenizer_command, "export": export_command}
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs a command; an error of the input is printed in a sentence, exit code 2."""
+    args = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_OVERVIEW)
+        return 0
+    try:
+        if args[0] in _COMMANDS:
+            from jsonargparse import auto_cli
+
+            command = _COMMANDS[args[0]]
+            auto_cli(command, args=args[1:], prog=f"foundry-lightning {args[0]}", as_positional=False)
+        else:
+            sys.argv = ["foundry-lightning", *args]
+            FoundryCLI()
+    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, OSError, MisconfigurationException) as error:
+        if debug:
+            raise
+        print(f"foundry-lightning: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

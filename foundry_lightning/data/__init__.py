@@ -1,0 +1,1 @@
+"""Data: sources of text, rows of token ids, batches in a reproducible order."""

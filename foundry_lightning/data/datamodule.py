@@ -1,0 +1,213 @@
+"""The LightningDataModule: training, validation and prediction data of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from foundry_lightning.data.loader import Deal, WindowLoader
+from foundry_lightning.data.pipeline import Batch, DataPipeline, ReadyBatches, as_batches
+from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
+
+
+class MLMDataModule(lightning.LightningDataModule):
+    """Training and validation data for the modules of this package (or any module that takes its batches).
+
+    Args:
+        train: A `DataPipeline`, a list of ready batches, or a source that `DataPipeline` takes.
+        val: The same for validation; `python-docs` as `train` brings its held-out part by itself.
+        predict: Texts whose blanks (mask tokens) `predict` fills.
+        tokenizer: A tokenizer, its folder or hub name, or `{"train": {"vocab_size": …}}` to train one on `train` at
+            first use.
+        batch_size: Rows of a batch.
+        max_length: Longest row in tokens.
+        num_workers: Worker processes.
+        shuffle: Whether rows (ready batches: batches) are permuted in each epoch.
+        shuffle_buffer: For streams: rows of a block that is permuted.
+        long_rows: `truncate` or `split`.
+        text_column: Column of the text.
+        split_txt: `.txt` files give a text a `line` or a `paragraph`.
+        seed: Seed of the order; None: the module's.
+
+    Raises:
+        ValueError: a setting outside its rule.
+    """
+
+    def __init__(
+        self,
+        train: Any,
+        *,
+        val: Any = None,
+        predict: list[str] | None = None,
+        tokenizer: Any = None,
+        batch_size: int = 8,
+        max_length: int = 512,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        shuffle_buffer: int = 0,
+        long_rows: str = "truncate",
+        text_column: str = "text",
+        split_txt: str = "line",
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._settings = {
+            "batch_size": batch_size,
+            "max_length": max_length,
+            "long_rows": long_rows,
+            "text_column": text_column,
+            "split_txt": split_txt,
+        }
+        self.train = None if train is None else as_batches(train, shuffle_buffer=shuffle_buffer, **self._settings)
+        if val is None and isinstance(train, str) and train in ("python-docs", "python-docs-wide"):
+            val = f"{train}:val"
+        self.val = None if val is None else as_batches(val, **self._settings)
+        self.predict = predict
+        self._tokenizer_spec = tokenizer
+        self.tokenizer: Any = None
+        self.num_workers, self.shuffle, self._seed = num_workers, shuffle, seed
+        self._restored: dict[str, Any] | None = None
+
+    def prepare_data(self) -> None:
+        """Trains a tokenizer where the settings ask for one (one process of a node; the others read it)."""
+        self._load_tokenizer()
+
+    def _load_tokenizer(self) -> None:
+        if self.tokenizer is None and self._tokenizer_spec is not None:
+            source = self.train.source if isinstance(self.train, DataPipeline) else None
+            self.tokenizer = load_tokenizer(self._tokenizer_spec, source=source)
+
+    def setup(self, stage: str) -> None:
+        """Loads the tokenizer; what needs the module's settings waits for `connect`."""
+        self._load_tokenizer()
+
+    def connect(self, *, tokenizer: Any, word_ids: bool, pad_token_id: int, max_positions: int | None, num_ids: int | None) -> None:
+        """Takes over what the module knows, tokenises, and checks data and model against each other.
+
+        Args:
+            tokenizer: The module's tokenizer, or None.
+            word_ids: Whether masking needs the words.
+            pad_token_id: Padding id.
+            max_positions: Longest row the model takes, or None.
+            num_ids: Ids the student can embed, or None.
+
+        Raises:
+            ValueError: rows too long for the model, ids beyond its embedding, another tokenizer, an empty source.
+        """
+        problems = []
+        for name, batches in (("train", self.train), ("val", self.val)):
+            if batches is None:
+                continue
+            batches.bind(tokenizer=tokenizer, word_ids=word_ids, pad_token_id=pad_token_id)
+            if max_positions is not None and batches.max_length > max_positions:
+                problems.append(
+                    f"max_length of the {name} data is {batches.max_length}, the student has {max_positions} "
+                    f"positions; set max_length={max_positions} or less."
+                )
+        if problems:
+            raise ValueError("data: " + " ".join(problems))
+        if self.val is not None and getattr(getattr(self.val, "source", None), "one_shot", False):
+            raise ValueError(
+                "the validation source can be iterated once only, and every evaluation reads it; "
+                "pass a callable that returns a new iterator."
+            )
+        for name, batches in (("train", self.train), ("val", self.val)):
+            if batches is None or num_ids is None:
+                continue
+            largest = batches.largest_id()
+            if largest is not None and largest >= num_ids:
+                raise ValueError(
+                    f"data: the {name} data hold the token id {largest}, the student embeds ids below {num_ids}; "
+                    "use the tokenizer that belongs to the student."
+                )
+
+    @property
+    def seed(self) -> int:
+        """Seed of the order."""
+        if self._seed is not None:
+            return self._seed
+        config = getattr(getattr(self.trainer, "lightning_module", None), "config", None)
+        return int(getattr(config, "seed", 42))
+
+    def _deal(self) -> Deal:
+        trainer = self.trainer
+        if trainer is None:
+            return Deal()
+        return Deal(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
+
+    def _position(self) -> tuple[int, int]:
+        """Where the run stands, by Lightning's own progress (the loader's count would run ahead)."""
+        assert self.trainer is not None
+        return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+    def _loader(self, batches: DataPipeline | ReadyBatches | None, *, training: bool) -> WindowLoader:
+        if batches is None:
+            raise MisconfigurationException("MLMDataModule has no data for this stage; give train= or val=.")
+        module = None if self.trainer is None else self.trainer.lightning_module
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return WindowLoader(
+            batches,
+            deal=self._deal if training else lambda: Deal(*(lambda d: (d.rank, d.num_ranks))(self._deal())),
+            position=self._position if training else lambda: (0, 0),
+            shuffle=training and self.shuffle,
+            seed=self.seed,
+            count=getattr(module, "counter", None),
+            filler_id=getattr(module, "filler_id", 0),
+            num_workers=self.num_workers,
+            pin_memory=on_gpu,
+        )
+
+    def train_dataloader(self) -> WindowLoader:
+        """Training batches of this rank; a new order in each epoch where `shuffle` is set."""
+        return self._loader(self.train, training=True)
+
+    def val_dataloader(self) -> WindowLoader | list[Any]:
+        """Validation batches of this rank, always in the source's order."""
+        return [] if self.val is None else self._loader(self.val, training=False)
+
+    def test_dataloader(self) -> WindowLoader:
+        """The validation batches."""
+        return self._loader(self.val, training=False)
+
+    def predict_dataloader(self) -> list[list[str]]:
+        """The texts to fill, one a batch."""
+        if not self.predict:
+            raise MisconfigurationException("MLMDataModule has no texts to fill; give predict=[…].")
+        return [[text] for text in self.predict]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the order of the rows; checked when a run resumes."""
+        return self._order_settings()
+
+    def _order_settings(self) -> dict[str, Any]:
+        assert self.train is not None
+        return {
+            "data": self.train.fingerprint(),
+            "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer),
+            "batch_size": getattr(self.train, "batch_size", None),
+            "max_length": self.train.max_length,
+            "long_rows": getattr(self.train, "long_rows", None),
+            "shuffle": self.shuffle,
+            "shuffle_buffer": getattr(self.train, "shuffle_buffer", None),
+            "order seed": self.seed,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuses data that would not go on where the checkpoint was taken.
+
+        Raises:
+            ValueError: a setting of the order differs, named with both values.
+        """
+        current = self._order_settings()
+        changed = [name for name, value in state_dict.items() if name in current and current[name] != value]
+        if changed:
+            raise ValueError(
+                "resume: "
+                + "; ".join(f"{name} was {state_dict[name]!r} and is {current[name]!r} now" for name in changed)
+                + ". These decide the order of the rows and may not change in a run; restore them or start a new run."
+            )
+
+
+__all__ = ["Batch", "MLMDataModule"]

@@ -1,0 +1,171 @@
+"""The one global list of batches of an epoch, dealt to ranks and workers, with each window's totals attached."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import Dataset as MapDataset
+
+from foundry_lightning.data.pipeline import Batch, DataPipeline, ReadyBatches
+
+Count = Callable[[Batch, int], dict[str, int]]  # (batch, epoch) -> counts the module's losses are divided by
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Who reads which batches, and in windows of how many.
+
+    Attributes:
+        rank: Of this process.
+        num_ranks: Processes that train together.
+        accumulation: Batches of one update on each rank.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    accumulation: int = 1
+
+    def num_local(self, num_batches: int) -> int:
+        """Places of a rank in an epoch; equal on all ranks, the last may be filled with a batch of weight zero."""
+        return -(-num_batches // self.num_ranks)
+
+
+class _SizedReader(MapDataset[Batch]):
+    """Batch by local place; the order of places is the sampler's, so workers change nothing."""
+
+    def __init__(self, batches: DataPipeline | ReadyBatches, *, order: np.ndarray | None, deal: Deal, finish: Any):
+        self.batches, self.order, self.deal, self.finish = batches, order, deal, finish
+        self.num_batches = batches.num_batches()
+
+    def __len__(self) -> int:
+        return self.deal.num_local(self.num_batches)
+
+    def __getitem__(self, place: int) -> Batch:
+        number = place * self.deal.num_ranks + self.deal.rank
+        exists = number < self.num_batches
+        return self.finish(number, self.batches.batch(number, self.order) if exists else None)  # type: ignore[no-any-return]
+
+
+class _StreamReader(IterableDataset[Batch]):
+    """The local places of a stream; worker w of W reads places w, w + W, …, which the loader takes in turn."""
+
+    def __init__(self, pipeline: DataPipeline, *, seed: int, epoch: int, start: int, deal: Deal, finish: Any):
+        self.pipeline, self.seed, self.epoch, self.start = pipeline, seed, epoch, start
+        self.deal, self.finish = deal, finish
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        index, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        ranks = self.deal.num_ranks
+        numbers = range((self.start + index) * ranks + self.deal.rank, sys.maxsize, workers * ranks)
+        for number, batch in self.pipeline.stream(
+            seed=self.seed, epoch=self.epoch, numbers=numbers, num_ranks=ranks
+        ):
+            yield self.finish(number, batch)
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """Adds what the step needs to know of a batch, on the host, in the worker."""
+
+    epoch: int
+    count: Count | None
+    filler_id: int
+
+    def __call__(self, number: int, batch: Batch | None) -> Batch:
+        if batch is None:
+            row = torch.full((1, 8), self.filler_id)
+            batch = {"input_ids": row, "attention_mask": torch.ones_like(row), "row_ids": torch.zeros(1).long()}
+            counts = {name: 0 for name in self.count(batch, self.epoch)} if self.count else {}
+            return {**batch, "info": {"epoch": self.epoch, "number": number, "filler": True, **counts}}
+        counts = self.count(batch, self.epoch) if self.count else {}
+        return {**batch, "info": {"epoch": self.epoch, "number": number, "filler": False, **counts}}
+
+
+class WindowLoader:
+    """Iterates the batches of this rank for one epoch, window by window.
+
+    Each batch is a dict of tensors and `info`, plain numbers: `epoch`, `number` (in the global order), `filler`, the
+    batch's counts, and under `window` the same counts summed over the window and all ranks, and `undo`, the factor by
+    which Lightning and DDP divide a batch's loss.
+
+    Args:
+        batches: Where the batches come from.
+        deal: Function that gives this process's share, asked when an epoch begins.
+        position: Function that gives (epoch, first local place), asked when an epoch begins.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Seed of the order.
+        count: Counts of a batch; None attaches no totals.
+        filler_id: Token id that fills a batch of weight zero.
+        num_workers: Worker processes.
+        pin_memory: Whether batches are copied to page-locked memory.
+    """
+
+    def __init__(
+        self,
+        batches: DataPipeline | ReadyBatches,
+        *,
+        deal: Callable[[], Deal],
+        position: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        shuffle: bool = False,
+        seed: int = 42,
+        count: Count | None = None,
+        filler_id: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.batches, self.deal, self.position = batches, deal, position
+        self.shuffle, self.seed, self.count, self.filler_id = shuffle, seed, count, filler_id
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self._group: Any = None
+
+    def __len__(self) -> int:
+        """Batches of this rank in an epoch.
+
+        Raises:
+            TypeError: the source is a stream.
+        """
+        return self.deal().num_local(self.batches.num_batches())
+
+    def __iter__(self) -> Iterator[Batch]:
+        deal, (epoch, start) = self.deal(), self.position()
+        finish = _Finish(epoch=epoch, count=self.count, filler_id=self.filler_id)
+        options: dict[str, Any] = {
+            "batch_size": None,
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+        }
+        if self.batches.is_stream:
+            assert isinstance(self.batches, DataPipeline)
+            stream = _StreamReader(
+                self.batches, seed=self.seed, epoch=epoch, start=start, deal=deal, finish=finish
+            )
+            loader: DataLoader[Batch] = DataLoader(stream, **options)
+        else:
+            order = self.batches.order(seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+            reader = _SizedReader(self.batches, order=order, deal=deal, finish=finish)
+            loader = DataLoader(reader, sampler=range(start, len(reader)), **options)
+        batches = iter(loader)
+        while window := list(islice(batches, deal.accumulation)):
+            if self.count is not None:
+                self._attach_totals(window, deal)
+            yield from window
+
+    def _attach_totals(self, window: list[Batch], deal: Deal) -> None:
+        names = [name for name in window[0]["info"] if name.startswith("num_")]
+        totals = torch.tensor([sum(batch["info"][name] for batch in window) for name in names])
+        if deal.num_ranks > 1:
+            if self._group is None:
+                self._group = dist.new_group(backend="gloo")  # on the host: the device never waits for a count
+            dist.all_reduce(totals, group=self._group)
+        for batch in window:
+            batch["info"]["window"] = dict(zip(names, totals.tolist(), strict=True))
+            batch["info"]["undo"] = deal.accumulation * deal.num_ranks

@@ -1,0 +1,501 @@
+"""From texts to batches of token ids: the embed-mode `DataPipeline`, and lists of ready batches in its place."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
+from datasets.fingerprint import Hasher
+from filelock import FileLock
+from torch import Tensor
+
+from foundry_lightning.data.corpus import cache_dir
+from foundry_lightning.data.sources import Source, open_source
+from foundry_lightning.masking import PIECE_SHIFT, permutation
+from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
+
+Batch = dict[str, Any]
+_CHUNK = 1000  # texts that are tokenised in one call
+_PAD_TO = 8  # widths are multiples of it: tensor cores and vector units like them
+
+
+class TokenRows:
+    """Tokenises texts into rows `[S]` of at most `max_length` ids, special tokens included.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer; None where the source holds ids.
+        max_length: Longest row.
+        long_rows: `truncate` cuts a longer text, `split` makes several rows of it.
+        word_ids: Whether rows carry the word of each token.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_length: int, long_rows: str, word_ids: bool) -> None:
+        self.tokenizer, self.max_length, self.word_ids = tokenizer, max_length, word_ids
+        self.splits = long_rows == "split"
+
+    @cached_property
+    def _backend(self) -> Any:
+        """A copy of the fast tokenizer's engine that truncates; the user's own tokenizer is not changed."""
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.enable_truncation(self.max_length)
+        return backend
+
+    def __call__(self, items: Sequence[Any], row_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Rows of the given texts (or ready ids) with these row numbers."""
+        if items and not isinstance(items[0], str):
+            return [row for ids, n in zip(items, row_ids, strict=True) for row in self._ready(ids, n)]
+        if self.tokenizer is None:
+            raise ValueError("DataPipeline: tokenizer must be given for a source of texts, got None; pass one.")
+        if getattr(self.tokenizer, "is_fast", False):
+            encodings = self._backend.encode_batch(list(items))
+            return [
+                self._row(piece.ids, piece.word_ids if self.word_ids else None, n, p)
+                for encoding, n in zip(encodings, row_ids, strict=True)
+                for p, piece in enumerate([encoding, *encoding.overflowing] if self.splits else [encoding])
+            ]
+        if self.word_ids or self.splits:
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} is not a fast tokenizer; masking='whole_word' and "
+                "long_rows='split' need one, use masking='token' and long_rows='truncate'."
+            )
+        ids = self.tokenizer(list(items), truncation=True, max_length=self.max_length)["input_ids"]
+        return [self._row(row, None, n, 0) for row, n in zip(ids, row_ids, strict=True)]
+
+    def _ready(self, ids: Any, row: int) -> Iterator[dict[str, Any]]:
+        if self.word_ids:
+            raise ValueError("masking='whole_word' needs texts and a fast tokenizer; ready ids have no words.")
+        for piece, start in enumerate(range(0, max(len(ids), 1), self.max_length)):
+            if piece == 0 or self.splits:
+                yield self._row(ids[start : start + self.max_length], None, row, piece)
+
+    def _row(self, ids: Any, words: Any, row: int, piece: int) -> dict[str, Any]:
+        result = {"input_ids": np.asarray(ids, dtype=np.int32), "row_id": row + (piece << PIECE_SHIFT)}
+        if words is not None:
+            result["word_ids"] = np.asarray([-1 if w is None else w for w in words], dtype=np.int32)
+        return result
+
+    def chunks(self, source: Source) -> Iterator[list[dict[str, Any]]]:
+        """All rows of a source, some at a time."""
+        numbered = enumerate(source.rows())
+        while chunk := list(islice(numbered, _CHUNK)):
+            row_ids, items = zip(*chunk, strict=True)
+            yield self(items, row_ids)
+
+
+class DataPipeline:
+    """Batches of token ids from a source of texts (embed mode).
+
+    Iterating gives dicts of exactly `input_ids` and `attention_mask`, int64 `[B, S]`, padded to the longest row
+    rounded up to a multiple of 8, never beyond `max_length`.
+
+    Args:
+        source: Texts: a list of strings or dicts, a Hugging Face `Dataset` or `IterableDataset`, a file or glob
+            (`.txt`, `.jsonl`, `.gz`, `.zst`, `.parquet`), an embedded corpus (`python-docs`), a callable that returns
+            an iterator, any iterable, or rows of ready token ids.
+        tokenizer: A Hugging Face tokenizer, or its folder or hub name; None: the trainer's.
+        batch_size: Rows of a batch.
+        max_length: Longest row in tokens.
+        mode: Only `embed`.
+        shuffle_buffer: Streams: consecutive blocks of so many rows are permuted. Sized sources: any value above 0
+            permutes all rows.
+        text_column: Column of the text in dicts, data sets and files.
+        long_rows: `truncate` cuts a text at `max_length`, `split` keeps all of it in several rows.
+        split_txt: `.txt` files give a text a `line` or a `paragraph` (separated by blank lines).
+        pad_token_id: Padding id; None: the tokenizer's, else 0.
+        seed: Seed of the order where the pipeline is iterated by itself.
+
+    Raises:
+        ValueError: a setting outside its rule, or a source that cannot be read.
+        FileNotFoundError: a file that is not there.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any = None,
+        batch_size: int = 8,
+        max_length: int = 512,
+        mode: str = "embed",
+        shuffle_buffer: int = 0,
+        text_column: str = "text",
+        *,
+        long_rows: str = "truncate",
+        split_txt: str = "line",
+        pad_token_id: int | None = None,
+        seed: int = 42,
+    ) -> None:
+        problems = []
+        for name, value, low in (
+            ("batch_size", batch_size, 1),
+            ("max_length", max_length, 1),
+            ("shuffle_buffer", shuffle_buffer, 0),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                problems.append(f"{name} must be an integer of at least {low}, got {value!r}.")
+        if mode != "embed":
+            problems.append(
+                f"mode must be 'embed' (input_ids and attention_mask), got {mode!r}; other modes do not exist here."
+            )
+        if long_rows not in ("truncate", "split"):
+            problems.append(f"long_rows must be 'truncate' or 'split', got {long_rows!r}.")
+        if problems:
+            raise ValueError("DataPipeline: " + " ".join(problems))
+        self.source = source if isinstance(source, Source) else open_source(
+            source, text_column=text_column, split_txt=split_txt
+        )
+        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, source=self.source)
+        self.batch_size, self.max_length, self.shuffle_buffer = batch_size, max_length, shuffle_buffer
+        self.long_rows, self.seed, self._pad = long_rows, seed, pad_token_id
+        self.word_ids = False
+        self._table: Dataset | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the number of rows is unknown until the source ends."""
+        return self.source.is_stream
+
+    @property
+    def pad_token_id(self) -> int:
+        """Id written over padding."""
+        if self._pad is not None:
+            return self._pad
+        known = getattr(self.tokenizer, "pad_token_id", None)
+        return 0 if known is None else int(known)
+
+    def bind(self, *, tokenizer: Any, word_ids: bool, pad_token_id: int) -> None:
+        """Takes over what the module knows: its tokenizer, whether words are needed, the padding id.
+
+        Raises:
+            ValueError: the pipeline has a tokenizer of its own that differs.
+        """
+        if self.tokenizer is None:
+            self.tokenizer = tokenizer
+        elif tokenizer is not None and tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(self.tokenizer):
+            raise ValueError(
+                "DataPipeline.tokenizer must be the trainer's tokenizer, got another one; leave it out of the pipeline."
+            )
+        if self._pad is None and getattr(self.tokenizer, "pad_token_id", None) is None:
+            self._pad = pad_token_id
+        if word_ids != self.word_ids:
+            self.word_ids, self._table = word_ids, None
+
+    @property
+    def _rows(self) -> TokenRows:
+        return TokenRows(
+            self.tokenizer, max_length=self.max_length, long_rows=self.long_rows, word_ids=self.word_ids
+        )
+
+    def fingerprint(self) -> str | None:
+        """Stable name of the tokenised rows; None for streams."""
+        content = self.source.fingerprint()
+        if content is None:
+            return None
+        tokenizer = None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
+        return str(Hasher.hash([content, tokenizer, self.max_length, self.long_rows, self.word_ids, 1]))
+
+    @property
+    def table(self) -> Dataset:
+        """The tokenised rows of a sized source: columns `input_ids`, `row_id` and, for whole words, `word_ids`.
+
+        A source that came as a list stays in memory; others are written once to the cache folder and mapped.
+        """
+        if self._table is None:
+            self._table = self._tokenise()
+        return self._table
+
+    def prepare(self) -> None:
+        """Tokenises a sized source, once for all processes of this machine."""
+        if not self.is_stream:
+            _ = self.table
+
+    def _tokenise(self) -> Dataset:
+        if self.is_stream:
+            raise TypeError(f"{self.source.description} is a stream and has no table of rows; give total_steps.")
+        if self.source.in_memory:
+            rows = [row for chunk in self._rows.chunks(self.source) for row in chunk]
+            if not rows:
+                raise ValueError(f"{self.source.description} is empty; give at least one text.")
+            return Dataset(_to_arrow(rows))
+        path = cache_dir() / "rows" / f"{self.fingerprint()}.arrow"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                partial = Path(f"{path}.{os.getpid()}.partial")
+                try:
+                    with ArrowWriter(path=str(partial)) as writer:
+                        for chunk in self._rows.chunks(self.source):
+                            writer.write_table(_to_arrow(chunk))
+                        num_rows, _ = writer.finalize()
+                    if num_rows == 0:
+                        raise ValueError(f"{self.source.description} is empty; give at least one text.")
+                    os.replace(partial, path)
+                finally:
+                    partial.unlink(missing_ok=True)
+        return Dataset.from_file(str(path))
+
+    def largest_id(self) -> int | None:
+        """The largest token id of ready rows; None where a tokenizer makes the ids, or for a stream."""
+        if self.is_stream or self.tokenizer is not None:
+            return None
+        values = self.table.data.column("input_ids").combine_chunks()
+        return pc.max(pc.list_flatten(values)).as_py()  # type: ignore[no-any-return]
+
+    def num_batches(self) -> int:
+        """Batches of one epoch.
+
+        Raises:
+            TypeError: the source is a stream.
+        """
+        if self.is_stream:
+            raise TypeError(
+                f"{self.source.description} is a stream and has no length; give total_steps to train(), "
+                "or load it as a Dataset."
+            )
+        return math.ceil(len(self.table) / self.batch_size)
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        return self.num_batches()
+
+    def order(self, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray | None:
+        """`[rows]` permutation of this epoch, or None for the source's order."""
+        if not (shuffle or self.shuffle_buffer):
+            return None
+        return permutation(len(self.table), seed=seed, epoch=epoch).numpy()
+
+    def batch(self, number: int, order: np.ndarray | None) -> Batch:
+        """The batch with this number, with `row_ids` `[B]` and, for whole words, `word_ids` `[B, S]`."""
+        table = self.table
+        start, stop = number * self.batch_size, min((number + 1) * self.batch_size, len(table))
+        rows = range(start, stop) if order is None else order[start:stop]
+        columns = table.with_format("numpy")[list(rows)]
+        return self._collate([{name: column[n] for name, column in columns.items()} for n in range(stop - start)])
+
+    def stream(
+        self, *, seed: int, epoch: int, numbers: range, num_ranks: int = 1
+    ) -> Iterator[tuple[int, Batch | None]]:
+        """The batches of a stream with these numbers, until it ends.
+
+        Batch k holds rows kB … kB+B−1 of the order. The reader walks the raw stream, from the block in which its
+        first batch begins, and tokenises only its own batches (with `long_rows="split"` all, to count the pieces).
+
+        Args:
+            seed: Seed of the order.
+            epoch: Epoch number.
+            numbers: Numbers of the wanted batches, ascending, without end.
+            num_ranks: Batches n·ranks … n·ranks + ranks − 1 train together.
+
+        Yields:
+            (number, batch), and at the end (number, None) where other ranks have a batch for this place.
+
+        Raises:
+            ValueError: the source is empty.
+        """
+        size = self.batch_size
+        wanted = iter(numbers)
+        number = next(wanted)
+        group: list[tuple[int, Any]] = []
+        seen = 0
+        for place, entry in self._ordered(seed=seed, epoch=epoch, start=number * size):
+            seen = place + 1
+            if place >= number * size:
+                group.append(entry)
+            if len(group) == size:
+                yield number, self._batch_of(group)
+                number, group = next(wanted), []
+        if group:
+            yield number, self._batch_of(group)
+            number = next(wanted)
+        if not seen and numbers.start < num_ranks:
+            raise ValueError(f"{self.source.description} is empty; give at least one text.")
+        if number // num_ranks * num_ranks * size < seen:
+            yield number, None
+
+    def _ordered(self, *, seed: int, epoch: int, start: int) -> Iterator[tuple[int, tuple[int, Any]]]:
+        """(place, (row number, text or row)) in this epoch's order, from the block in which place `start` lies."""
+        block_size = self.shuffle_buffer or 1
+        first = start // block_size * block_size
+        if self.long_rows == "split":
+            rows = (row for chunk in self._rows.chunks(self.source) for row in chunk)
+            entries = islice(((row["row_id"], row) for row in rows), first, None)
+        else:
+            entries = enumerate(self.source.rows(first), first)
+        while block := list(islice(entries, block_size)):
+            order = range(1) if block_size == 1 else permutation(len(block), seed=seed, epoch=epoch, first=first)
+            yield from ((first + n, block[int(index)]) for n, index in enumerate(order))
+            first += len(block)
+
+    def _batch_of(self, group: list[tuple[int, Any]]) -> Batch:
+        if isinstance(group[0][1], dict):
+            return self._collate([row for _, row in group])
+        row_ids, items = zip(*group, strict=True)
+        return self._collate(self._rows(items, row_ids))
+
+    def _collate(self, rows: list[dict[str, Any]]) -> Batch:
+        longest = max(len(row["input_ids"]) for row in rows)
+        width = min(-(-longest // _PAD_TO) * _PAD_TO, self.max_length) if longest else _PAD_TO
+        input_ids = np.full((len(rows), width), self.pad_token_id, dtype=np.int64)
+        attention_mask = np.zeros_like(input_ids)
+        words = np.full_like(input_ids, -1) if "word_ids" in rows[0] else None
+        for n, row in enumerate(rows):
+            size = len(row["input_ids"])
+            input_ids[n, :size] = row["input_ids"]
+            attention_mask[n, :size] = 1
+            if words is not None:
+                words[n, :size] = row["word_ids"]
+        batch = {
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": torch.from_numpy(attention_mask),
+            "row_ids": torch.tensor([int(row["row_id"]) for row in rows]),
+        }
+        if words is not None:
+            batch["word_ids"] = torch.from_numpy(words)
+        return batch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """One pass: `input_ids` and `attention_mask`, int64 `[B, S]`."""
+        if self.is_stream:
+            stream = self.stream(seed=self.seed, epoch=0, numbers=range(sys.maxsize))
+            batches = (batch for _, batch in stream if batch is not None)
+        else:
+            order = self.order(seed=self.seed, epoch=0, shuffle=False)
+            batches = (self.batch(k, order) for k in range(self.num_batches()))
+        for batch in batches:
+            yield {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+
+
+class ReadyBatches:
+    """A list of batches that the user made: dicts with `input_ids`, or arrays of ids, `(B, S)` or `(S,)`.
+
+    Args:
+        batches: numpy or torch arrays or (nested) lists; dicts may hold `attention_mask` and `labels` beside.
+
+    Raises:
+        ValueError: an empty list, or a batch of a shape, type or key that does not fit.
+    """
+
+    is_stream = False
+    tokenizer = None
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        if len(batches) == 0:
+            raise ValueError("dataset is an empty list of batches; give at least one batch.")
+        self.batches = [_ready_batch(batch, n) for n, batch in enumerate(batches)]
+        sizes = [len(batch["input_ids"]) for batch in self.batches]
+        self._first_rows = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        self.max_length = max(batch["input_ids"].shape[1] for batch in self.batches)
+        self.num_rows = sum(sizes)
+
+    def bind(self, *, tokenizer: Any, word_ids: bool, pad_token_id: int) -> None:
+        """Derives missing attention masks from the padding id.
+
+        Raises:
+            ValueError: words are needed.
+        """
+        if word_ids:
+            raise ValueError("masking='whole_word' needs texts and a fast tokenizer; ready batches have no words.")
+        for batch in self.batches:
+            if "attention_mask" not in batch:
+                batch["attention_mask"] = (batch["input_ids"] != pad_token_id).long()
+
+    def prepare(self) -> None:
+        """Nothing to do: the batches are here."""
+
+    def fingerprint(self) -> str:
+        """Stable name of the content."""
+        return str(Hasher.hash([batch["input_ids"].numpy().tobytes() for batch in self.batches]))
+
+    def largest_id(self) -> int:
+        """The largest token id."""
+        return max(int(batch["input_ids"].max()) for batch in self.batches)
+
+    def num_batches(self) -> int:
+        """Number of batches."""
+        return len(self.batches)
+
+    def order(self, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray | None:
+        """`[batches]` permutation of this epoch, or None for the list's order."""
+        return permutation(len(self.batches), seed=seed, epoch=epoch).numpy() if shuffle else None
+
+    def batch(self, number: int, order: np.ndarray | None) -> Batch:
+        """The batch with this number, with `row_ids` `[B]`: rows of all earlier batches of the list plus the index."""
+        index = number if order is None else int(order[number])
+        batch = dict(self.batches[index])
+        batch["row_ids"] = torch.arange(len(batch["input_ids"])) + int(self._first_rows[index])
+        return batch
+
+
+def as_batches(data: Any, **pipeline_settings: Any) -> DataPipeline | ReadyBatches:
+    """A pipeline as it is; a list of ready batches; anything else as the source of a `DataPipeline`."""
+    if isinstance(data, (DataPipeline, ReadyBatches)):
+        return data
+    if isinstance(data, (list, tuple)) and data and _looks_ready(data[0]):
+        return ReadyBatches(data)
+    return DataPipeline(data, **pipeline_settings)
+
+
+def _looks_ready(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        ids = item.get("input_ids")
+        return ids is not None and (hasattr(ids, "shape") or _is_nested(ids))
+    return hasattr(item, "shape") or _is_nested(item)
+
+
+def _is_nested(item: Any) -> bool:
+    return isinstance(item, (list, tuple)) and len(item) > 0 and isinstance(item[0], (list, tuple, int, np.integer))
+
+
+def _ready_batch(batch: Any, number: int) -> Batch:
+    where = f"dataset[{number}]"
+    entries = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    if "input_ids" not in entries:
+        raise ValueError(f"{where} must hold 'input_ids', got the keys {sorted(map(str, entries))}.")
+    result: Batch = {}
+    for name in ("input_ids", "attention_mask", "labels"):
+        if entries.get(name) is None:
+            continue
+        try:
+            tensor = torch.as_tensor(np.asarray(entries[name]) if not isinstance(entries[name], Tensor) else entries[name])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}[{name!r}] must be a rectangular array of integers ({error}).") from error
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            raise ValueError(f"{where}[{name!r}] must hold integers, got {tensor.dtype}.")
+        if tensor.dim() == 1:
+            tensor = tensor.unsqueeze(0)
+        if tensor.dim() != 2 or tensor.numel() == 0:
+            raise ValueError(f"{where}[{name!r}] must have the shape (B, S) or (S,), got {tuple(tensor.shape)}.")
+        result[name] = tensor.to(device="cpu", dtype=torch.int64).clone()
+        if tensor.shape != result["input_ids"].shape:
+            raise ValueError(
+                f"{where}[{name!r}] must have the shape of input_ids, got {tuple(tensor.shape)} and "
+                f"{tuple(result['input_ids'].shape)}."
+            )
+    if int(result["input_ids"].min()) < 0:
+        raise ValueError(f"{where}['input_ids'] must not hold negative ids, got {int(result['input_ids'].min())}.")
+    return result
+
+
+def _to_arrow(rows: list[dict[str, Any]]) -> pa.Table:
+    columns: dict[str, pa.Array] = {"row_id": pa.array([row["row_id"] for row in rows], pa.int64())}
+    for name in rows[0]:
+        if name != "row_id":
+            values = np.concatenate([row[name] for row in rows])
+            offsets = np.concatenate([[0], np.cumsum([len(row[name]) for row in rows])])
+            columns[name] = pa.LargeListArray.from_arrays(offsets.astype(np.int64), pa.array(values, pa.int32()))
+    return pa.table(columns)
+

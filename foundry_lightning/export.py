@@ -1,0 +1,94 @@
+"""The folder a run leaves: weights as safetensors, config, tokenizer and a model card."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from foundry_lightning.checkpoint import read_checkpoint
+
+_CARD = """---
+library_name: transformers
+pipeline_tag: fill-mask
+tags: [masked-language-modeling, foundry-lightning]
+---
+
+# {name}
+
+A masked language model, trained with foundry-lightning.
+
+```python
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+model = AutoModelForMaskedLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```
+
+| | |
+| --- | --- |
+{rows}
+"""
+
+
+def export_student(
+    student: nn.Module, path: str | os.PathLike[str], *, tokenizer: Any = None, facts: dict[str, Any] | None = None
+) -> Path:
+    """Writes a student as a folder that `AutoModelForMaskedLM` and `AutoTokenizer` load.
+
+    A custom student (no `save_pretrained`) is written as `model.safetensors`, to be loaded by its own class.
+
+    Args:
+        student: The model.
+        path: The folder, made where it is missing.
+        tokenizer: Saved beside it.
+        facts: Lines of the model card's table: settings and validation figures.
+
+    Raises:
+        ValueError: `path` is a file.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"export path {folder} must be a folder, and is a file; give another.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(student, "save_pretrained"):
+        student.save_pretrained(folder)
+    else:
+        from safetensors.torch import save_model
+
+        save_model(student, str(folder / "model.safetensors"))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    num_parameters = sum(p.numel() for p in student.parameters())
+    lines = {"class": type(student).__name__, "parameters": f"{num_parameters:,}", **(facts or {})}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in lines.items())
+    (folder / "README.md").write_text(_CARD.format(name=folder.name, folder=folder.name, rows=rows), encoding="utf-8")
+    return folder
+
+
+def load_student_weights(student: nn.Module, checkpoint: str | os.PathLike[str] | dict[str, Any]) -> None:
+    """Loads the student's weights of a checkpoint into `student`.
+
+    Raises:
+        FileNotFoundError: no such checkpoint.
+        ValueError: a checkpoint of another model: the parameters that do not fit are named.
+    """
+    state = checkpoint if isinstance(checkpoint, dict) else read_checkpoint(checkpoint)
+    prefix = "student."
+    weights = {k.removeprefix(prefix): v for k, v in state["state_dict"].items() if k.startswith(prefix)}
+    own = student.state_dict()
+    problems = [f"{name} is missing" for name in own if name not in weights]
+    problems += [f"{name} is unknown to the student" for name in weights if name not in own]
+    problems += [
+        f"{name} has the shape {list(weights[name].shape)}, the student {list(own[name].shape)}"
+        for name in own
+        if name in weights and weights[name].shape != own[name].shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"checkpoint does not fit the student: {'; '.join(problems[:5])}{more}.")
+    with torch.no_grad():
+        student.load_state_dict(weights)

@@ -1,0 +1,380 @@
+"""The losses of pretraining and distillation: sums over tokens or rows, in float32 or wider.
+
+Every function returns a sum. The caller's weights already hold 1 / denominator, so that windows of any split add up to the
+gradient of one batch.
+
+Sources:
+    * L = mlm · CE + distill · T² · KL + cosine · (1 − cos): Sanh et al. 2019, "DistilBERT", section 3.
+    * The factor T², which keeps the soft targets' gradient on one scale for any T: Hinton, Vinyals and Dean 2015, "Distilling
+      the Knowledge in a Neural Network", section 2.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED_LABEL = -100
+_SMALLEST_NORM_PRODUCT = 1e-8
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Vocabulary scores that are not computed yet: ``features @ weight.T + bias``.
+
+    Attributes:
+        features: ``[R, K]``, or the scores ``[R, V]`` themselves where ``weight`` is None.
+        weight: ``[V, K]`` or None.
+        bias: ``[V]`` or None.
+    """
+
+    features: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """V, the number of columns of the scores."""
+        return (self.features if self.weight is None else self.weight).shape[-1 if self.weight is None else 0]
+
+    def scores(self) -> Tensor:
+        """Compute all scores ``[R, V]`` at once; for callers that need them whole, such as samples."""
+        if self.weight is not None:
+            return F.linear(self.features, self.weight, self.bias)
+        return self.features if self.bias is None else self.features + self.bias
+
+
+class VocabularyLoss(NamedTuple):
+    """What :func:`vocabulary_loss` returns.
+
+    Attributes:
+        total: weighted sum of both terms, scalar, differentiable.
+        ce_sum: Σ cross-entropy in nats, scalar, detached; 0 where ``mlm_weight`` is 0.
+        kl_sum: T² · Σ KL in nats, scalar, detached; 0 where ``distill_weight`` is 0.
+        num_correct: rows whose best score is at their label, int64 scalar; 0 where it was not asked for.
+    """
+
+    total: Tensor
+    ce_sum: Tensor
+    kl_sum: Tensor
+    num_correct: Tensor
+
+
+def vocabulary_loss(
+    student: Scored,
+    *,
+    labels: Tensor,
+    teacher: Scored | None = None,
+    mlm_weight: float = 1.0,
+    distill_weight: float = 0.0,
+    temperature: float = 2.0,
+    num_shared_classes: int | None = None,
+    with_accuracy: bool = False,
+    block_bytes: int = 64 * 2**20,
+) -> VocabularyLoss:
+    """Compute ``mlm_weight · Σ CE + distill_weight · T² · Σ KL(teacher ‖ student)`` and its gradients in one pass over blocks of rows.
+
+    At most a block of scores per model (and one more while distilling) exists at a time; the gradients are computed in the
+    same pass, so no scores wait for the backward. Nothing is differentiated with respect to the teacher. Under autocast the
+    matrix products run in autocast's type, as in the plain model; softmaxes, sums and the small weights stay in float32 (float64
+    where the scores are float64).
+
+    Args:
+        student: R rows of scores over V classes.
+        labels: int64 ``[R]``; −100 marks a row that is no part of CE (it still is part of KL).
+        teacher: the same R rows scored by the teacher; needed where ``distill_weight`` is not 0, else never touched.
+        mlm_weight: factor of the cross-entropy, 1 / denominator included; 0 skips the term.
+        distill_weight: factor of the KL term, 1 / denominator included; 0 skips the term.
+        temperature: T > 0, divides both models' scores in the KL term.
+        num_shared_classes: KL compares the first so many classes (columns that only pad a vocabulary are cut); None where both
+            models have equally many.
+        with_accuracy: also count the rows whose best class is the label.
+        block_bytes: size of one block of float32 scores, in bytes.
+
+    Raises:
+        ValueError: shapes do not fit, the teacher is missing, or ``temperature`` or ``num_shared_classes`` is out of range.
+    """
+    rows = student.features.shape[0]
+    if labels.shape != (rows,):
+        raise ValueError(f"labels must have shape ({rows},), got {tuple(labels.shape)}; give one label per scored row.")
+    shared = student.num_classes
+    if distill_weight == 0:
+        teacher = None
+    elif teacher is None:
+        raise ValueError(f"teacher must be given where distill_weight is not 0, got None with {distill_weight}; pass its scores.")
+    else:
+        shared = _shared_classes(student, teacher, num_shared_classes)
+        if not temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}; it divides the scores (2.0 is common).")
+    terms = _Terms(mlm_weight, distill_weight, temperature, shared, with_accuracy, block_bytes, torch.is_grad_enabled())
+    none = Scored(student.features) if teacher is None else teacher
+    return VocabularyLoss(
+        *_BlockwiseLoss.apply(
+            student.features, student.weight, student.bias, labels, none.features, none.weight, none.bias, terms
+        )
+    )
+
+
+def cosine_loss(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """Sum 1 − cos over rows (DistilBERT's alignment of directions); scalar, float32 or wider.
+
+    A row in which a vector is zero has no direction: it counts 1 and gets no gradient.
+
+    Args:
+        student_hidden: ``[N, E]``.
+        teacher_hidden: ``[N, E]``.
+    """
+    student, teacher = _same_width(student_hidden, teacher_hidden)
+    norms = torch.linalg.vector_norm(student, dim=-1) * torch.linalg.vector_norm(teacher, dim=-1)
+    has_direction = norms > _SMALLEST_NORM_PRODUCT
+    cosine = (student * teacher).sum(-1) / norms.where(has_direction, 1.0)
+    return (1 - cosine.where(has_direction, 0.0)).sum()
+
+
+def mse_loss(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """Sum over rows of the squared difference, averaged over the width; scalar, float32 or wider.
+
+    Args:
+        student_hidden: ``[N, E]``.
+        teacher_hidden: ``[N, E]``.
+    """
+    student, teacher = _same_width(student_hidden, teacher_hidden)
+    return (student - teacher).square().mean(-1).sum()
+
+
+def _same_width(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"student_hidden and teacher_hidden must have one shape, got {tuple(student.shape)} and {tuple(teacher.shape)}; "
+            "project the student to the teacher's width first."
+        )
+    dtype = _at_least_float32(torch.promote_types(student.dtype, teacher.dtype))
+    return student.to(dtype), teacher.to(dtype)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _shared_classes(student: Scored, teacher: Scored, num_shared_classes: int | None) -> int:
+    if teacher.features.shape[0] != student.features.shape[0]:
+        raise ValueError(
+            f"teacher must have as many rows as student ({student.features.shape[0]}), got {teacher.features.shape[0]}; "
+            "score both at the same positions."
+        )
+    fewest = min(student.num_classes, teacher.num_classes)
+    if num_shared_classes is None:
+        if student.num_classes != teacher.num_classes:
+            raise ValueError(
+                f"num_shared_classes must be given where student and teacher have different vocabularies, got None with "
+                f"{student.num_classes} and {teacher.num_classes}; pass the number of leading ids that mean the same in both."
+            )
+        return fewest
+    if not 1 <= num_shared_classes <= fewest:
+        raise ValueError(
+            f"num_shared_classes must lie in [1, {fewest}], got {num_shared_classes}; it counts leading columns of both models."
+        )
+    return num_shared_classes
+
+
+class _Terms(NamedTuple):
+    mlm_weight: float
+    distill_weight: float
+    temperature: float
+    num_shared: int
+    with_accuracy: bool
+    block_bytes: int
+    grad_enabled: bool
+
+    @property
+    def gradient_scale(self) -> float:
+        """The larger weight of both terms in the scores' gradient: what is left inside the products is of order 1."""
+        return max(abs(self.mlm_weight), abs(self.distill_weight) * self.temperature)
+
+
+class _Scores:
+    """One model's scores as ``[V, rows]`` blocks, all computed into one buffer.
+
+    Classes first: the products are faster on CPU in this orientation, and a cut vocabulary is a contiguous part of a block.
+    """
+
+    def __init__(self, features: Tensor, weight: Tensor | None, bias: Tensor | None, num_classes: int) -> None:
+        self.features = features
+        if weight is not None:
+            self.features = features.to(_product_dtype(features))
+            weight = weight[:num_classes].to(self.features.dtype)
+        self.weight = weight
+        self.dtype = _at_least_float32(self.features.dtype)
+        self.bias = None if bias is None else bias[:num_classes].to(self.dtype).unsqueeze(1)
+        self.num_classes = num_classes
+        self.buffer: Tensor | None = None
+
+    def block(self, begin: int, end: int) -> Tensor:
+        """Compute the scores of rows begin … end: ``[V, end − begin]``, valid until the next call."""
+        size = self.num_classes * (end - begin)
+        if self.buffer is None:  # the first block is the largest
+            self.buffer = self.features.new_empty(size, dtype=self.dtype)
+        scores = self.buffer[:size].view(self.num_classes, end - begin)
+        columns = self.features[begin:end].t()
+        if self.weight is None:
+            scores.copy_(columns[: self.num_classes])
+        elif self.weight.dtype == self.dtype:
+            torch.mm(self.weight, columns, out=scores)
+        else:
+            scores.copy_(self.weight @ columns)
+        return scores if self.bias is None else scores.add_(self.bias)
+
+
+def _product_dtype(features: Tensor) -> torch.dtype:
+    """The type that F.linear would compute in: autocast's where it is on, else the features' own."""
+    device_type = features.device.type
+    if features.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return features.dtype
+
+
+class _BlockwiseLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        labels: Tensor,
+        teacher_features: Tensor,
+        teacher_weight: Tensor | None,
+        teacher_bias: Tensor | None,
+        terms: _Terms,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        needs = [terms.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+        num_classes = (features if weight is None else weight).shape[1 if weight is None else 0]
+        student = _Scores(features, weight, bias, num_classes)
+        teacher = None
+        if terms.distill_weight != 0:
+            teacher = _Scores(teacher_features, teacher_weight, teacher_bias, terms.num_shared)
+        gradients = _Gradients(student, needs)
+        ce_sum, kl_sum = features.new_zeros(2, dtype=student.dtype).unbind()
+        num_correct = labels.new_zeros((), dtype=torch.int64)
+        with torch.autocast(features.device.type, enabled=False):
+            for begin, end in _blocks(features.shape[0], num_classes * student.dtype.itemsize, terms):
+                ce, kl, correct, gradient = _block_loss(student, teacher, labels[begin:end], begin, end, terms, any(needs))
+                ce_sum, kl_sum, num_correct = ce_sum + ce, kl_sum + kl, num_correct + correct
+                if gradient is not None:
+                    gradients.add(gradient, begin, end)
+        ctx.save_for_backward(gradients.features, gradients.weight, gradients.bias)
+        ctx.scale = terms.gradient_scale
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (features, weight, bias)]
+        ctx.mark_non_differentiable(ce_sum, kl_sum, num_correct)
+        return terms.mlm_weight * ce_sum + terms.distill_weight * kl_sum, ce_sum, kl_sum, num_correct
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        factor = grad_total * ctx.scale
+        gradients = [
+            None if gradient is None else torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*gradients, None, None, None, None, None)
+
+
+def _blocks(rows: int, row_bytes: int, terms: _Terms) -> list[tuple[int, int]]:
+    """Cut the rows into equal blocks of at most ``block_bytes``; none where no term needs scores."""
+    if rows == 0 or not (terms.mlm_weight or terms.distill_weight or terms.with_accuracy):
+        return []
+    num_blocks = -(-rows // max(1, terms.block_bytes // row_bytes))
+    size = -(-rows // num_blocks)
+    return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+
+
+class _Gradients:
+    """Sums of the gradients over blocks, before the terms' common weight; ``None`` for what is not needed."""
+
+    def __init__(self, student: _Scores, needs: list[bool]) -> None:
+        self.student = student
+
+        def zeros(tensor: Tensor | None, needed: bool) -> Tensor | None:
+            return None if tensor is None or not needed else torch.zeros_like(tensor, dtype=student.dtype)
+
+        self.features = zeros(student.features, needs[0])
+        self.weight = zeros(student.weight, needs[1])
+        self.bias = zeros(None if student.bias is None else student.bias[:, 0], needs[2])
+
+    def add(self, gradient: Tensor, begin: int, end: int) -> None:
+        """Add one block's gradient of the scores, ``[V, end − begin]``."""
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(1))
+        if self.student.weight is None:
+            if self.features is not None:
+                self.features[begin:end].copy_(gradient.t())
+            return
+        gradient = gradient.to(self.student.weight.dtype)
+        if self.features is not None:
+            self.features[begin:end].copy_(gradient.t() @ self.student.weight)
+        if self.weight is not None:
+            rows = self.student.features[begin:end]
+            if self.weight.dtype == gradient.dtype:
+                self.weight.addmm_(gradient, rows)
+            else:  # each block's product is rounded once, the sum over blocks is float32
+                self.weight.add_(gradient @ rows)
+
+
+def _block_loss(
+    student: _Scores, teacher: _Scores | None, labels: Tensor, begin: int, end: int, terms: _Terms, needs_gradient: bool
+) -> tuple[Tensor | float, Tensor | float, Tensor | int, Tensor | None]:
+    """Compute CE, KL · T², the correct rows and the gradient of the scores (without its common weight) for one block."""
+    counted = labels != IGNORED_LABEL
+    index = labels.where(counted, 0).unsqueeze(0)
+    scores = student.block(begin, end)
+    correct: Tensor | int = ((scores.argmax(0) == labels) & counted).sum() if terms.with_accuracy else 0
+    scale = terms.gradient_scale
+
+    kl: Tensor | float = 0.0
+    soft_gradient = None
+    if teacher is not None:
+        # Subtracting a row's maximum changes no softmax and keeps every exponential in range.
+        scores.sub_(scores[: terms.num_shared].amax(0))
+        weight = terms.distill_weight * terms.temperature / scale if needs_gradient else None
+        kl, soft_gradient = _block_kl(scores[: terms.num_shared], teacher.block(begin, end), terms.temperature, weight)
+    if terms.mlm_weight == 0:
+        if soft_gradient is None:
+            return 0.0, kl, correct, None
+        scores[: terms.num_shared].copy_(soft_gradient)
+        scores[terms.num_shared :].zero_()
+        return 0.0, kl, correct, scores
+
+    scores.sub_(scores.amax(0))
+    at_label = scores.gather(0, index)[0]
+    normalizer = scores.exp_().sum(0)
+    ce = ((normalizer.log() - at_label) * counted).sum()
+    if not needs_gradient:
+        return ce, kl, correct, None
+    factor = counted * (terms.mlm_weight / scale)
+    scores.mul_(factor / normalizer).scatter_add_(0, index, -factor.to(scores.dtype).unsqueeze(0))
+    if soft_gradient is not None:
+        scores[: terms.num_shared].add_(soft_gradient)
+    return ce, kl, correct, scores
+
+
+def _block_kl(
+    student: Tensor, teacher: Tensor, temperature: float, gradient_weight: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """T² · Σ KL(teacher ‖ student) of ``[n, rows]`` scores, and ``gradient_weight · (softmax(s/T) − softmax(t/T))``.
+
+    ``student`` has column maxima of 0 and is not changed; ``teacher`` is overwritten and holds the returned gradient.
+    """
+    teacher.sub_(teacher.amax(0))
+    target = torch.mul(teacher, 1 / temperature).exp_()
+    target_normalizer = target.sum(0)
+    # KL = Σ p_t (t − s) / T + log Z_s − log Z_t: exactly 0 for equal scores.
+    cross = teacher.sub_(student).mul_(target).sum(0) / (target_normalizer * temperature)
+    softened = torch.mul(student, 1 / temperature, out=teacher).exp_()
+    normalizer = softened.sum(0)
+    kl = temperature**2 * (cross + normalizer.log() - target_normalizer.log()).sum()
+    if gradient_weight is None:
+        return kl, None
+    target.mul_(gradient_weight / target_normalizer)
+    return kl, softened.mul_(gradient_weight / normalizer).sub_(target)

@@ -1,0 +1,423 @@
+"""Which tokens are masked, and what replaces them: counter-based draws, equal on every device.
+
+Every draw is a hash of (seed, epoch, row number, token position in its text, purpose), computed in 64-bit integers
+(the finaliser of SplitMix64, Steele et al. 2014, doi:10.1145/2660193.2660195). There is no generator state, so
+masks do not depend on batch size, order, workers, ranks, packing or resume. The 80/10/10 split is BERT's (Devlin et
+al. 2019, appendix C.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIECE_SHIFT = 40  # row number of piece p of a split text t: t + (p << PIECE_SHIFT)
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_GAMMA = 0x9E3779B97F4A7C15
+_SELECT, _REPLACE, _RANDOM, _COUNT, _CROSS, _SPAN, _ORDER = range(7)  # the purposes of a draw
+_NUM_PURPOSES = 8
+_MEAN_SPAN = 3  # tokens; boundaries are drawn with probability 1 / _MEAN_SPAN
+
+
+def _signed(value: int) -> int:
+    """The signed 64-bit integer with the bits of `value`."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser, a bijection of 64-bit integers."""
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX[0])
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX[1])
+    return x ^ _shift_right(x, 31)
+
+
+def _row_keys(row_ids: Tensor, *, seed: int, epoch: int) -> Tensor:
+    key = _mix(torch.full((), _signed(seed * _GAMMA + 1), dtype=torch.int64, device=row_ids.device))
+    key = _mix(key + _signed((epoch + 1) * _GAMMA))
+    return _mix(_mix(key + row_ids * _signed(_GAMMA)) + _signed(_GAMMA))
+
+
+def _draw(row_keys: Tensor, positions: Tensor | int, purpose: int) -> Tensor:
+    """Hash of (row, position, purpose), int64."""
+    counter = positions * _NUM_PURPOSES + purpose + 1
+    return _mix(row_keys + (counter * _signed(_GAMMA) if isinstance(counter, Tensor) else _signed(counter * _GAMMA)))
+
+
+def _draw32(row_keys: Tensor, positions: Tensor | int, purpose: int) -> Tensor:
+    """32 bits of the hash, in [0, 2^32)."""
+    return _shift_right(_draw(row_keys, positions, purpose), 32)
+
+
+def permutation(size: int, *, seed: int, epoch: int, first: int = 0) -> Tensor:
+    """`[size]` int64, a permutation of 0 … size−1 drawn for rows `first`, `first + 1`, …: their hashes, sorted."""
+    rows = torch.arange(first, first + size, dtype=torch.int64)
+    return _draw(_row_keys(rows, seed=seed, epoch=epoch), 0, _ORDER).argsort(stable=True)
+
+
+def batch_seed(number: int, *, seed: int, epoch: int) -> int:
+    """Seed of the generators for the forward of a batch, by its number in the global order of the epoch."""
+    return int(_draw(_row_keys(torch.tensor(number), seed=seed, epoch=epoch), 1, _ORDER))
+
+
+@dataclass(frozen=True)
+class MaskedBatch:
+    """A batch after masking.
+
+    Attributes:
+        input_ids: `[B, S]`, with masked tokens replaced.
+        attention_mask: as given to the model; `[B, S]` of ones where none was given.
+        positions: `[M]` int64, flat indices into `B·S` of the masked tokens, in reading order.
+        labels: `[M]` int64, the original ids at `positions`.
+        weight: 1 ÷ number of masked tokens of the window × the factors that undo Lightning's and DDP's averaging.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    positions: Tensor
+    labels: Tensor
+    weight: float = 1.0
+
+    @property
+    def dense_labels(self) -> Tensor:
+        """`[B, S]` int64: the label where a token is masked, −100 elsewhere (Hugging Face's form)."""
+        labels = self.input_ids.new_full((self.input_ids.numel(),), -100)
+        labels[self.positions] = self.labels
+        return labels.view_as(self.input_ids)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """The settings of masking, and its one implementation for host and device.
+
+    Args:
+        seed: Seed of all draws.
+        mask_token_id: Written over masked tokens.
+        special_token_ids: Never masked, never drawn.
+        vocab_size: Number of ids the tokenizer has; random tokens are drawn below it.
+        mask_prob: Expected share of the eligible tokens.
+        strategy: `token`, `whole_word` or `span`.
+        mask_replace_prob: Share of masked tokens that becomes the mask token.
+        random_replace_prob: Share of masked tokens that becomes a random ordinary token.
+
+    Raises:
+        ValueError: a share outside its range, or no ordinary id left to draw from.
+    """
+
+    seed: int
+    mask_token_id: int
+    special_token_ids: tuple[int, ...]
+    vocab_size: int
+    mask_prob: float = 0.15
+    strategy: str = "token"
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_prob <= 1:
+            raise ValueError(
+                f"mask_prob must lie in (0, 1], got {self.mask_prob}; it is the share of eligible tokens to mask."
+            )
+        if min(self.mask_replace_prob, self.random_replace_prob) < 0 or (
+            self.mask_replace_prob + self.random_replace_prob > 1 + 1e-9
+        ):
+            raise ValueError(
+                "mask_replace_prob and random_replace_prob must not be negative nor exceed 1 together, got "
+                f"{self.mask_replace_prob} and {self.random_replace_prob}."
+            )
+        if self.strategy not in ("token", "whole_word", "span"):
+            raise ValueError(f"strategy must be one of 'token', 'whole_word', 'span', got {self.strategy!r}.")
+        special = tuple(sorted({int(i) for i in self.special_token_ids} | {int(self.mask_token_id)}))
+        object.__setattr__(self, "special_token_ids", special)
+        if self.random_replace_prob > 0 and self._num_ordinary < 1:
+            raise ValueError(f"vocab_size={self.vocab_size} leaves no ordinary token beside the special ids {special}.")
+
+    @property
+    def _num_ordinary(self) -> int:
+        return self.vocab_size - sum(i < self.vocab_size for i in self.special_token_ids)
+
+    def eligible(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """`[B, S]` bool: attended and not a special id."""
+        special = _on_device(self.special_token_ids, input_ids.device)
+        return attention_mask.bool() & ~torch.isin(input_ids, special)
+
+    def select(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor,
+        row_ids: Tensor,
+        epoch: int,
+        word_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Chooses the masked tokens.
+
+        A text of `n` eligible tokens gets `(P·n + r) >> 32` masked ones, `P = round(mask_prob · 2^32)`, `r` 32 bits
+        drawn for the text: exactly `mask_prob · n` in expectation. Units (tokens, words, spans) are taken in the
+        order of their hashes; the unit that would pass the count is taken with probability (tokens still wanted ÷
+        its length). A batch in which no text drew any gets its first unit in hash order.
+
+        Args:
+            input_ids: `[B, S]` int64.
+            attention_mask: `[B, S]`, non-zero where attended.
+            row_ids: `[B]` row numbers, or `[B, S]` where a row packs several texts.
+            epoch: Epoch number.
+            word_ids: `[B, S]` word of each token (−1: none), for `whole_word`.
+            text_ids: `[B, S]` number of the text within its packed row; None where a row is one text.
+
+        Returns:
+            `[B, S]` bool.
+        """
+        batch_size, length = input_ids.shape
+        num_tokens = batch_size * length
+        attended = attention_mask.bool()
+        eligible = self.eligible(input_ids, attention_mask)
+        if num_tokens == 0:
+            return eligible
+        if row_ids.dim() == 1:
+            row_ids = row_ids.unsqueeze(1).expand(batch_size, length)
+        text = torch.arange(batch_size, device=input_ids.device).unsqueeze(1).expand(batch_size, length)
+        if text_ids is not None:
+            text = text * length + text_ids
+        text_starts = _changes(text)
+        # position in its text: attended tokens before it, so that padding on either side changes nothing
+        before = attended.long().cumsum(1) - 1
+        position = before - _carry(before, text_starts)
+        keys = _row_keys(row_ids, seed=self.seed, epoch=epoch)
+
+        # units: where one starts, counted over eligible tokens
+        if self.strategy == "token":
+            unit_starts = torch.ones_like(eligible)
+        elif self.strategy == "whole_word":
+            if word_ids is None:
+                raise ValueError(
+                    "masking 'whole_word' needs word_ids; use a fast tokenizer, or masking='token' for ready ids."
+                )
+            unit_starts = _changes(word_ids) | text_starts
+        else:
+            drawn = _draw32(keys, position, _SPAN) < (1 << 32) // _MEAN_SPAN
+            broken = torch.nn.functional.pad(~eligible[:, :-1], (1, 0), value=True)
+            unit_starts = drawn | broken | text_starts
+        unit_position = _carry(position, unit_starts)
+        unit_hash = _shift_right(_draw(keys, unit_position, _SELECT), 1)
+        unit = unit_starts.long().cumsum(1) + torch.arange(batch_size, device=unit_starts.device).unsqueeze(1) * length
+
+        # order tokens by (text, eligible first, hash of the unit, place): stable sorts, last key first
+        flat_eligible = eligible.flatten()
+        order = unit_hash.flatten().argsort(stable=True)
+        order = order[(~flat_eligible[order]).long().argsort(stable=True)]
+        order = order[text.flatten()[order].argsort(stable=True)]
+        text_sorted, unit_sorted, eligible_sorted = text.flatten()[order], unit.flatten()[order], flat_eligible[order]
+        place = torch.arange(num_tokens, device=order.device)
+        first_of_text, size_of_text = _runs(text_sorted, eligible_sorted)
+        # ineligible tokens are last in their text; give each a unit of its own, so that runs hold eligible ones only
+        unit_key = torch.where(eligible_sorted, unit_sorted, -1 - place)
+        first_of_unit, size_of_unit = _runs(unit_key, eligible_sorted)
+
+        row_keys = keys.flatten()[order]
+        threshold = round(self.mask_prob * (1 << 32))
+        wanted = (threshold * size_of_text + _draw32(row_keys, 0, _COUNT)) >> 32
+        before_unit = first_of_unit - first_of_text
+        cross = _draw32(row_keys, unit_position.flatten()[order], _CROSS)
+        takes = (before_unit + size_of_unit <= wanted) | (
+            (before_unit < wanted) & (cross * size_of_unit < (wanted - before_unit) << 32)
+        )
+        chosen_sorted = takes & eligible_sorted
+        # the batch drew none: the eligible unit with the smallest hash
+        unit_hash_sorted = torch.where(eligible_sorted, unit_hash.flatten()[order], torch.iinfo(torch.int64).max)
+        smallest = unit_key == unit_key[unit_hash_sorted.argmin()]
+        chosen_sorted = chosen_sorted | (smallest & eligible_sorted & ~chosen_sorted.any())
+        chosen = torch.empty_like(chosen_sorted)
+        chosen[order] = chosen_sorted
+        return chosen.view(batch_size, length)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor,
+        row_ids: Tensor,
+        epoch: int,
+        num_masked: int | None = None,
+        word_ids: Tensor | None = None,
+        text_ids: Tensor | None = None,
+        weight: float = 1.0,
+        model_mask: Any = None,
+    ) -> MaskedBatch:
+        """Masks a batch on its own device.
+
+        Args:
+            input_ids: `[B, S]`.
+            attention_mask: `[B, S]`, non-zero where attended.
+            row_ids: `[B]` or `[B, S]` row numbers.
+            epoch: Epoch number.
+            num_masked: M, known to the host; None reads it from the device (a host sync).
+            word_ids: see `select`.
+            text_ids: see `select`.
+            weight: Passed on to the result.
+            model_mask: What the model gets as attention mask, where that differs (packed rows).
+
+        Returns:
+            The masked batch; inputs are not changed.
+        """
+        chosen = self.select(
+            input_ids,
+            attention_mask=attention_mask,
+            row_ids=row_ids,
+            epoch=epoch,
+            word_ids=word_ids,
+            text_ids=text_ids,
+        )
+        positions = masked_positions(chosen, num_masked)
+        labels = input_ids.flatten()[positions]
+        replaced = self._replacements(input_ids, chosen, attention_mask, row_ids, epoch, text_ids)
+        return MaskedBatch(
+            input_ids=replaced,
+            attention_mask=attention_mask if model_mask is None else model_mask,
+            positions=positions,
+            labels=labels,
+            weight=weight,
+        )
+
+    def _replacements(
+        self,
+        input_ids: Tensor,
+        chosen: Tensor,
+        attention_mask: Tensor,
+        row_ids: Tensor,
+        epoch: int,
+        text_ids: Tensor | None,
+    ) -> Tensor:
+        keys = _row_keys(row_ids if row_ids.dim() == 2 else row_ids.unsqueeze(1), seed=self.seed, epoch=epoch)
+        before = attention_mask.bool().long().cumsum(1) - 1
+        if text_ids is not None:
+            before = before - _carry(before, _changes(text_ids))
+        split = _draw32(keys, before, _REPLACE)
+        mask_below = round(self.mask_replace_prob * (1 << 32))
+        random_below = round((self.mask_replace_prob + self.random_replace_prob) * (1 << 32))
+        # the k-th ordinary id: k plus the number of special ids at or below it
+        drawn = (_draw32(keys, before, _RANDOM) * max(self._num_ordinary, 1)) >> 32
+        gaps = _on_device(tuple(i - n for n, i in enumerate(self.special_token_ids)), input_ids.device)
+        random_ids = drawn + torch.searchsorted(gaps, drawn, right=True)
+        replaced = torch.where(split < mask_below, self.mask_token_id, random_ids.to(input_ids.dtype))
+        return torch.where(chosen & (split < random_below), replaced, input_ids)
+
+    def count(self, batch: Mapping[str, Any], *, epoch: int) -> int:
+        """Number of tokens that this masking will choose in a batch that lies on the host."""
+        return int(self.select(**_selection_inputs(batch), epoch=epoch).sum())
+
+
+def _selection_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("input_ids", "attention_mask", "row_ids", "word_ids", "text_ids")
+    return {name: batch[name] for name in names if name in batch}
+
+
+@lru_cache(maxsize=64)
+def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """`[n]` int64; kept, since a copy to the device in every step would make the host wait."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _changes(values: Tensor) -> Tensor:
+    """`[B, S]` bool: True where a value differs from the one before it in its row; True at the row's start."""
+    return torch.nn.functional.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
+
+
+def _carry(values: Tensor, starts: Tensor) -> Tensor:
+    """`[B, S]`: the value at the last start at or before each place."""
+    place = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    last = torch.where(starts, place, 0).cummax(1).values
+    return values.gather(1, last)
+
+
+def _runs(keys: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """For each place of a sequence sorted into runs of equal keys: the run's first place, and its counted places."""
+    place = torch.arange(keys.numel(), device=keys.device)
+    starts = torch.nn.functional.pad(keys[1:] != keys[:-1], (1, 0), value=True)
+    first = torch.where(starts, place, 0).cummax(0).values
+    run = starts.long().cumsum(0) - 1
+    sizes = torch.zeros_like(place).scatter_add_(0, run, counted.long())
+    return first, sizes[run]
+
+
+def masked_positions(chosen: Tensor, num_masked: int | None = None) -> Tensor:
+    """`[M]` flat indices of the chosen places; without `num_masked` the host has to wait for the device."""
+    flat = chosen.flatten()
+    if num_masked is None:
+        return flat.nonzero().squeeze(1)
+    return torch.nonzero_static(flat, size=num_masked).squeeze(1)
+
+
+def mask_tokens(
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    row_ids: Tensor | Sequence[int],
+    seed: int,
+    epoch: int,
+    mask_prob: float = 0.15,
+    mask_token_id: int,
+    special_token_ids: Sequence[int],
+    vocab_size: int,
+    strategy: str = "token",
+    mask_replace_prob: float = 0.8,
+    random_replace_prob: float = 0.1,
+    word_ids: Tensor | None = None,
+) -> MaskedBatch:
+    """Masks a batch for masked-language modeling (Devlin et al. 2019).
+
+    Args:
+        input_ids: `[B, S]` int64.
+        attention_mask: `[B, S]`, non-zero where attended; None: everything is.
+        row_ids: `[B]` row numbers; they, not the place in the batch, decide the mask.
+        seed: Seed of all draws.
+        epoch: Epoch number.
+        mask_prob: Expected share of the eligible tokens, in (0, 1].
+        mask_token_id: Written over masked tokens.
+        special_token_ids: Never masked, never drawn.
+        vocab_size: Random tokens are drawn below it.
+        strategy: `token`, `whole_word` or `span`.
+        mask_replace_prob: Share of masked tokens that becomes the mask token.
+        random_replace_prob: Share that becomes a random ordinary token; the rest stays.
+        word_ids: `[B, S]` word of each token (−1: none), for `whole_word`.
+
+    Raises:
+        ValueError: a share outside its range, shapes that do not fit, `whole_word` without word ids.
+
+    Returns:
+        The masked batch.
+    """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must have the shape [batch, sequence], got {list(input_ids.shape)}.")
+    row_ids = torch.as_tensor(row_ids, dtype=torch.int64, device=input_ids.device)
+    if row_ids.shape[0] != input_ids.shape[0]:
+        raise ValueError(f"row_ids must name one row per sequence: {row_ids.shape[0]} for {input_ids.shape[0]} rows.")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, got {list(attention_mask.shape)} and "
+            f"{list(input_ids.shape)}."
+        )
+    masking = Masking(
+        seed=seed,
+        mask_token_id=mask_token_id,
+        special_token_ids=tuple(special_token_ids),
+        vocab_size=vocab_size,
+        mask_prob=mask_prob,
+        strategy=strategy,
+        mask_replace_prob=mask_replace_prob,
+        random_replace_prob=random_replace_prob,
+    )
+    return masking(input_ids, attention_mask=attention_mask, row_ids=row_ids, epoch=epoch, word_ids=word_ids)

@@ -1,0 +1,1 @@
+"""The LightningModules: each training_step reads like its paper."""

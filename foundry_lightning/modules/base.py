@@ -1,0 +1,343 @@
+"""What the training modules share: the student, the counts of a batch, seeding, the optimizer, the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from foundry_lightning import checkpoint as ckpt
+from foundry_lightning.masking import batch_seed
+from foundry_lightning.optim import adamw_with_schedule
+from foundry_lightning.students import StudentRecipe
+
+_MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+# settings of the config that a Trainer owns; only the facades translate them
+_TRAINER_FIELDS = frozenset(
+    "epochs max_grad_norm device grad_accumulation_steps torch_dtype eval_every save_every save_dir log_every "
+    "log_backend devices num_nodes strategy num_workers run_name project progress_bar trainer_kwargs".split()
+)
+
+
+class EncoderModule(lightning.LightningModule):
+    """Trains a student encoder; the subclasses say with which loss.
+
+    A subclass gives `counter` (what a batch's losses are divided by), `prepare` (checks, projection) and the steps.
+
+    Args:
+        student: The model, or a recipe that builds it once the tokenizer is known.
+        config: The settings.
+        tokenizer: The student's tokenizer; None: the data module's.
+    """
+
+    counter: Any = None
+    filler_id: int = 0
+
+    def __init__(self, student: nn.Module | StudentRecipe, *, config: Any, tokenizer: Any) -> None:
+        super().__init__()
+        if not isinstance(student, (nn.Module, StudentRecipe)):
+            raise TypeError(
+                f"student must be a torch.nn.Module or a recipe such as FromConfig, got {type(student).__name__}."
+            )
+        self.config = config
+        self.tokenizer = tokenizer
+        self.student: nn.Module | None = student if isinstance(student, nn.Module) else None  # type: ignore[assignment]
+        self._recipe = student if isinstance(student, StudentRecipe) else None
+        self.by_facade = False
+        self._window: dict[str, Any] = {"step": -1, "sums": {}, "batches": []}
+        self._metrics: tuple[int, dict[str, float]] | None = None
+        self._built_groups: list[dict[str, Any]] | None = None
+        self._told: set[str] = set()
+
+    # ------------------------------------------------------------------ start
+
+    def configure_model(self) -> None:
+        """Builds the student where it is a recipe, checks everything together, and connects the data."""
+        data = getattr(self.trainer, "datamodule", None)
+        if self.tokenizer is None:
+            self.tokenizer = getattr(data, "tokenizer", None)
+        self.prepare()
+        if hasattr(data, "connect"):
+            self.connect_data(data)
+        if not self.by_facade:
+            self._say_what_the_trainer_owns()
+        if getattr(self.config, "gradient_checkpointing", False):
+            if not hasattr(self.student, "gradient_checkpointing_enable"):
+                raise ValueError(
+                    f"gradient_checkpointing=True needs a Hugging Face model, got {type(self.student).__name__}."
+                )
+            self.student.gradient_checkpointing_enable()
+
+    def prepare(self) -> None:
+        """Checks student, tokenizer and config together; idempotent."""
+        raise NotImplementedError
+
+    def build_student(self) -> nn.Module:
+        """The student, built from its recipe at the first call."""
+        if self.student is None:
+            assert self._recipe is not None
+            self.student = self._recipe.build(self.tokenizer)
+        return self.student
+
+    def connect_data(self, data: Any) -> None:
+        """Gives the data module what the student and its tokenizer decide."""
+        student = self.build_student()
+        data.connect(
+            tokenizer=self.tokenizer,
+            word_ids=getattr(self.config, "masking", "token") == "whole_word",
+            pad_token_id=self.pad_token_id,
+            max_positions=max_positions(student),
+            num_ids=num_embeddings(student),
+        )
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's padding id, else the config's."""
+        known = getattr(self.tokenizer, "pad_token_id", None)
+        return int(self.config.pad_token_id if known is None else known)
+
+    def _say_what_the_trainer_owns(self) -> None:
+        defaults = type(self.config)()
+        changed = [
+            field.name
+            for field in fields(self.config)
+            if field.name in _TRAINER_FIELDS and getattr(self.config, field.name) != getattr(defaults, field.name)
+        ]
+        if changed:
+            self.say_once(
+                f"config sets {', '.join(changed)}, which the Trainer owns and only MLMTrainer translates; "
+                "set the Trainer's own arguments."
+            )
+
+    def say_once(self, sentence: str) -> None:
+        """Warns on rank 0, the first time."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            rank_zero_warn(sentence)
+
+    # ------------------------------------------------------------------ batches
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Gives a batch of a user's own loader what our loader attaches: row numbers and counts."""
+        if not (isinstance(batch, Mapping) or torch.is_tensor(batch)) or "info" in batch:
+            return batch
+        entries: dict[str, Any] = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        input_ids = entries["input_ids"]
+        if "attention_mask" not in entries:
+            entries["attention_mask"] = (input_ids != self.pad_token_id).long()
+        place = self._loop().batch_progress.current.ready
+        number = place * self.trainer.world_size + self.trainer.global_rank
+        if "row_ids" not in entries:
+            rows = torch.arange(len(input_ids), device=input_ids.device)
+            entries["row_ids"] = number * 2**20 + rows
+        epoch = self.current_epoch if self.trainer.training else 0
+        counts = self.counter(entries, epoch)
+        if self.trainer.training:
+            self.say_once(
+                "this loader knows no window totals: each batch counts as its own mean; "
+                "MLMDataModule gives exact windows."
+            )
+        return {**entries, "info": {"epoch": epoch, "number": number, "filler": False, **counts}}
+
+    def _loop(self) -> Any:
+        trainer = self.trainer
+        if trainer.sanity_checking or trainer.validating:
+            return trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
+        return trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What the models take of a batch."""
+        return {name: batch[name] for name in _MODEL_INPUTS if name in batch}
+
+    def weight(self, batch: Mapping[str, Any], name: str) -> float:
+        """1 ÷ the window's count × the factor that undoes Lightning's and DDP's averaging; 0 where there is none.
+
+        Without window totals (a user's own loader): 1 ÷ the batch's count.
+        """
+        info = batch["info"]
+        total = info["window"][name] if "window" in info else info[name]
+        return info.get("undo", 1) / total if total and not info["filler"] else 0.0
+
+    # ------------------------------------------------------------------ training
+
+    def on_train_start(self) -> None:
+        """Puts the student into train mode and lets today's rate and decay rule after a resume."""
+        assert self.student is not None
+        self.student.train()
+        self._window, self._metrics = {"step": -1, "sums": {}, "batches": []}, None
+        if self._built_groups is not None:
+            ckpt.use_current_settings(self.trainer, self._built_groups)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Seeds the generators in use from (seed, epoch, number of the batch), never from rank or step."""
+        info = batch["info"]
+        seed = batch_seed(info["number"], seed=self.config.seed, epoch=info["epoch"])
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        elif self.device.type == "mps":
+            torch.mps.manual_seed(seed)
+        if self.student is not None and not self.student.training:
+            self.student.train()
+
+    def record(
+        self, batch: Mapping[str, Any], loss: Tensor, terms: dict[str, tuple[Tensor, str, float]]
+    ) -> dict[str, Tensor]:
+        """Adds a batch's sums to those of its window, and returns what Lightning wants of a step.
+
+        Args:
+            batch: The batch.
+            loss: The weighted loss, differentiated by Lightning.
+            terms: name -> (sum over places, name of the count that divides it, weight in the total).
+        """
+        info, window = batch["info"], self._window
+        if window["step"] != self.trainer.global_step:
+            window.update(step=self.trainer.global_step, sums={}, batches=[])
+        window["batches"].append((info["epoch"], info["number"], batch["row_ids"]))
+        # without window totals each batch is one of equal shares
+        share = 1.0 / (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        batch_loss = torch.zeros((), device=loss.device)
+        for name, (total, count, weight) in terms.items():
+            mean = total.detach() / max(info[count], 1)
+            part = total.detach() / max(info["window"][count], 1) if "window" in info else mean * share
+            window["sums"][name] = window["sums"].get(name, 0) + part
+            window["sums"]["loss"] = window["sums"].get("loss", 0) + weight * part
+            batch_loss = batch_loss + weight * mean
+        return {"loss": loss, "batch_loss": batch_loss}
+
+    def window_metrics(self) -> dict[str, float]:
+        """Means of the last finished window over all ranks (a collective call; the host waits for the device)."""
+        step = self.trainer.global_step
+        if self._metrics is None or self._metrics[0] != step:
+            names = sorted(self._window["sums"])
+            values = torch.stack([self._window["sums"][name].float() for name in names])
+            if self.trainer.world_size > 1:
+                values = self.trainer.strategy.reduce(values, reduce_op="sum")
+            self._metrics = (step, dict(zip(names, values.tolist(), strict=True)))
+        return self._metrics[1]
+
+    def is_last_update(self) -> bool:
+        """Whether the update just made ends the run."""
+        trainer = self.trainer
+        if 0 <= trainer.max_steps <= trainer.global_step:
+            return True
+        last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= trainer.max_epochs
+        return bool(last_epoch and trainer.is_last_batch) or trainer.should_stop
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Logs the window's means where a log is due, with `step` = updates done."""
+        step = self.trainer.global_step
+        if step == self._window["step"] or not (
+            step % self.trainer.log_every_n_steps == 0 or self.is_last_update()
+        ):
+            return
+        metrics = {f"train/{name}": value for name, value in self.window_metrics().items()}
+        self.log_dict({**metrics, "step": float(step)}, on_step=True, on_epoch=False)
+        self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, on_step=True, on_epoch=False)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips by the global norm as the Trainer asks, and refuses an update whose gradient is not finite.
+
+        Raises:
+            FloatingPointError: the norm is NaN or infinite (float16: 20 times in a row); no weight has changed.
+        """
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
+        elif gradient_clip_val:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        finite = bool(torch.isfinite(norm))  # the one host read of an update
+        scaled = self.trainer.precision == "16-mixed"
+        self._overflows = 0 if finite else getattr(self, "_overflows", 0) + 1
+        if finite or (scaled and self._overflows < 20):
+            return
+        step = self.trainer.global_step + 1
+        rows = [row for _, _, row_ids in self._window["batches"] for row in row_ids.flatten().tolist()]
+        raise FloatingPointError(
+            f"gradient of update {step} is not finite (rows {rows[:20]}{'…' if len(rows) > 20 else ''}), "
+            + ("20 times in a row; " if scaled else "")
+            + "no weight was changed; lower learning_rate, or look at these rows."
+        )
+
+    def configure_optimizers(self) -> Any:
+        """AdamW and the schedule over the run's updates."""
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            if self.config.lr_scheduler != "constant":
+                raise ValueError(
+                    f"lr_scheduler={self.config.lr_scheduler!r} needs the number of updates, and a stream has no "
+                    "length; give total_steps (Trainer: max_steps), or lr_scheduler='constant'."
+                )
+            total = 0
+        if self.config.lr_scheduler != "constant" and self.config.warmup_steps > total:
+            raise ValueError(
+                f"warmup_steps must not exceed the run's {int(total)} updates, got {self.config.warmup_steps}; "
+                "lower it or train longer."
+            )
+        built = adamw_with_schedule(
+            self.trained_modules(),
+            learning_rate=self.config.learning_rate,
+            weight_decay=self.config.weight_decay,
+            schedule=self.config.lr_scheduler,
+            warmup_steps=self.config.warmup_steps,
+            total_steps=int(total),
+            fused=self.trainer.precision != "16-mixed",  # Lightning can't clip between unscaling and a fused step
+        )
+        self._built_groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in built["optimizer"].param_groups
+        ]
+        return built
+
+    def trained_modules(self) -> list[nn.Module]:
+        """The modules whose parameters the optimizer updates."""
+        assert self.student is not None
+        return [self.student]
+
+    # ------------------------------------------------------------------ checkpoint
+
+    def unchangeable(self) -> dict[str, Any]:
+        """Settings that may not change in a run, by the name an error uses."""
+        return {"seed": self.config.seed, "architecture": ckpt.architecture(self.student)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what a resume checks; leaves out what does not belong to the student."""
+        ckpt.describe(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses a checkpoint of another run, and sets the loops to its last finished update."""
+        ckpt.accept(self, checkpoint)
+
+
+def num_embeddings(model: nn.Module) -> int | None:
+    """Rows of the input embedding; None where the model does not say."""
+    getter = getattr(model, "get_input_embeddings", None)
+    if getter is None:
+        return None
+    try:
+        embedding = getter()
+    except NotImplementedError:
+        return None
+    weight = getattr(embedding, "weight", None)
+    return None if weight is None else int(weight.shape[0])
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Longest sequence the model's learned positions allow (RoBERTa counts from padding_idx + 1); None: no limit."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            offset = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - offset
+    return None

@@ -1,0 +1,257 @@
+"""Masked-language-model pretraining as a LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from foundry_lightning.config import MLMConfig, config_from, problems_to_error
+from foundry_lightning.losses import vocabulary_loss
+from foundry_lightning.masking import MaskedBatch, Masking, masked_positions
+from foundry_lightning.modules.base import EncoderModule, num_embeddings
+from foundry_lightning.projection import find_projection
+from foundry_lightning.students import StudentRecipe
+from foundry_lightning.tokenizer import check_tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Counts, on the host, of what a batch's losses are divided by."""
+
+    masking: Masking
+
+    def __call__(self, batch: Mapping[str, Any], epoch: int) -> dict[str, int]:
+        """`num_masked` and `num_attended` of a batch."""
+        if "labels" in batch:
+            masked = int((batch["labels"] != -100).sum())
+        else:
+            masked = self.masking.count(batch, epoch=epoch)
+        return {"num_masked": masked, "num_attended": int((batch["attention_mask"] != 0).sum())}
+
+
+class TokenMean(Metric):
+    """Means over masked tokens: sums and one division at the end, over all batches and ranks.
+
+    Args:
+        terms: Names of the sums; each is divided by the number of masked tokens.
+    """
+
+    full_state_update = False
+
+    def __init__(self, *terms: str) -> None:
+        super().__init__()
+        self.terms = terms
+        for name in (*terms, "count"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, count: int, **sums: Tensor) -> None:
+        """Adds the sums of a batch of `count` masked tokens."""
+        self.count += count
+        for name in self.terms:
+            setattr(self, name, getattr(self, name) + sums[name])
+
+    def compute(self) -> dict[str, Tensor]:
+        """The means; 0 where nothing was masked."""
+        return {name: getattr(self, name) / self.count.clamp(min=1) for name in self.terms}
+
+
+class MLMLitModule(EncoderModule):
+    """Pretrains a student by masked-language modeling (Devlin et al. 2019, section 3.1, task 1).
+
+    Works with `MLMDataModule` (exact windows and resume) and with any loader of `{"input_ids", "attention_mask"}`
+    batches.
+
+    Args:
+        student: A masked language model: returns an object with `.logits` `[B, S, V]`; or a recipe that builds one.
+        config: An `MLMConfig`, or a dict of its fields.
+        tokenizer: The student's tokenizer, its folder or hub name; None: the data module's.
+
+    Raises:
+        TypeError: the student is no module.
+        ValueError: problems of config, tokenizer and student, all in one message.
+    """
+
+    config_class = MLMConfig
+
+    def __init__(
+        self, student: nn.Module | StudentRecipe, *, config: MLMConfig | None = None, tokenizer: Any = None
+    ) -> None:
+        config = config_from(config, self.config_class)
+        super().__init__(
+            student, config=config, tokenizer=None if tokenizer is None else load_tokenizer(tokenizer)
+        )
+        self.masking: Masking | None = None
+        self.projection: Any = None
+        self.val_metric = TokenMean("mlm", "masked_accuracy")
+
+    def prepare(self) -> None:
+        """Finds the ids of masking and the projection of the scored positions.
+
+        Raises:
+            ValueError: what student, tokenizer and config show together, all in one message.
+        """
+        student = self.build_student()
+        if self.masking is None:
+            self.masking = resolve_masking(self.config, self.tokenizer, student)
+            self.counter = Counter(self.masking)
+            self.filler_id = self.masking.mask_token_id
+        if self.projection is None:
+            self.projection = find_projection(student)
+
+    def mask(self, batch: Mapping[str, Any]) -> MaskedBatch:
+        """Masks a batch on its device; a batch with ready `labels` is used as given."""
+        info = batch["info"]
+        weight = self.weight(batch, "num_masked")
+        if "labels" in batch:
+            positions = masked_positions(batch["labels"] != -100, info["num_masked"])
+            labels = batch["labels"].flatten()[positions]
+            return MaskedBatch(batch["input_ids"], batch["attention_mask"], positions, labels, weight)
+        assert self.masking is not None
+        return self.masking(
+            batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            row_ids=batch["row_ids"],
+            word_ids=batch.get("word_ids"),
+            epoch=info["epoch"],
+            num_masked=info["num_masked"],
+            weight=weight,
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Cross-entropy over the masked tokens."""
+        masked = self.mask(batch)
+        inputs = {**self.inputs(batch), "input_ids": masked.input_ids}
+        student = self.projection(self.student, inputs, positions=masked.positions)
+        loss = vocabulary_loss(student.scored, labels=masked.labels, mlm_weight=masked.weight)
+        return self.record(batch, loss.total, {"mlm": (loss.ce_sum, "num_masked", 1.0)})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Sums over the masked tokens, the same ones at every evaluation."""
+        masked = self.mask(batch)
+        inputs = {**self.inputs(batch), "input_ids": masked.input_ids}
+        student = self.projection(self.student, inputs, positions=masked.positions)
+        loss = vocabulary_loss(student.scored, labels=masked.labels, with_accuracy=True)
+        self.val_metric.update(batch["info"]["num_masked"], mlm=loss.ce_sum, masked_accuracy=loss.num_correct)
+
+    def on_validation_epoch_end(self) -> None:
+        """`val/loss`, `val/mlm`, `val/perplexity`, `val/masked_accuracy`."""
+        means = self.val_metric.compute()
+        self.val_metric.reset()
+        self.log_validation({**means, "loss": means["mlm"]})
+
+    def log_validation(self, means: dict[str, Tensor]) -> None:
+        """Logs the means of an evaluation and the perplexity, exp(mlm)."""
+        if "mlm" in means:
+            means = {**means, "perplexity": means["mlm"].exp()}
+        values = {f"val/{name}": value.float() for name, value in means.items()}
+        self.log_dict({**values, "step": float(self.trainer.fit_loop.epoch_loop.global_step)})
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """The same as `validation_step`."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """The same as after validation."""
+        self.on_validation_epoch_end()
+
+    def predict_step(self, batch: Any, batch_idx: int, top_k: int = 5) -> list[list[list[tuple[str, float]]]]:
+        """Fills the blanks of texts: for each text and each mask token in it, the likeliest tokens.
+
+        Args:
+            batch: Texts.
+            batch_idx: Unused.
+            top_k: Guesses for each blank.
+
+        Returns:
+            text -> blank -> (token, probability), best first.
+        """
+        assert self.student is not None and self.masking is not None
+        guesses = []
+        for text in batch:
+            encoded = self.tokenizer(text, return_tensors="pt").to(self.device)
+            positions = (encoded["input_ids"].flatten() == self.masking.mask_token_id).nonzero().squeeze(1)
+            inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+            scores = self.projection(self.student, inputs, positions=positions).scored.scores()
+            probabilities, ids = scores[:, : self.masking.vocab_size].float().softmax(-1).topk(top_k)
+            guesses.append(
+                [
+                    [(self.tokenizer.decode([i]), p) for i, p in zip(row_ids, row, strict=True)]
+                    for row_ids, row in zip(ids.tolist(), probabilities.tolist(), strict=True)
+                ]
+            )
+        return guesses
+
+    def unchangeable(self) -> dict[str, Any]:
+        """Seed, architecture and the settings of masking."""
+        assert self.masking is not None
+        names = ("mask_prob", "strategy", "mask_replace_prob", "random_replace_prob")
+        return {**super().unchangeable(), **{name: getattr(self.masking, name) for name in names}}
+
+
+def resolve_masking(config: MLMConfig, tokenizer: Any, student: nn.Module) -> Masking:
+    """The ids of masking, from the tokenizer where there is one, else from config and student.
+
+    Raises:
+        ValueError: all that does not fit together, in one message.
+    """
+    problems: list[str] = []
+    embeddings = num_embeddings(student)
+    special = {int(i) for i in config.special_token_ids}
+    mask_id, pad_id, vocab_size = config.mask_token_id, config.pad_token_id, config.vocab_size
+    if tokenizer is not None:
+        ids = set(tokenizer.get_vocab().values())
+        size = max(ids) + 1
+        if tokenizer.mask_token_id is None and mask_id is None or tokenizer.mask_token_id is not None:
+            problems += check_tokenizer(tokenizer)
+        pairs = [("mask_token_id", mask_id, tokenizer.mask_token_id), ("vocab_size", vocab_size, size)]
+        pairs.append(("pad_token_id", pad_id or None, tokenizer.pad_token_id))  # 0 counts as unset
+        problems += [
+            f"{name} must be the tokenizer's, got {given} and the tokenizer has {own}; leave it out."
+            for name, given, own in pairs
+            if given is not None and own is not None and given != own
+        ]
+        mask_id = mask_id if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+        vocab_size = size
+        special |= set(tokenizer.all_special_ids) | (set(range(size)) - ids)
+        if config.masking == "whole_word" and not getattr(tokenizer, "is_fast", False):
+            problems.append(
+                f"masking='whole_word' needs a fast tokenizer, got {type(tokenizer).__name__}; use masking='token'."
+            )
+    else:
+        if mask_id is None:
+            problems.append("mask_token_id must be given without a tokenizer, got None; set it or pass the tokenizer.")
+        if vocab_size is None:
+            vocab_size = embeddings
+        if vocab_size is None:
+            problems.append(
+                "vocab_size must be given without a tokenizer, got None, and the student has no input embeddings "
+                "to ask; set it."
+            )
+        student_config = getattr(student, "config", None)
+        names = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
+        known = [getattr(student_config, name, None) for name in names]
+        special |= {pad_id, *(i for i in known if isinstance(i, int))}
+    if embeddings is not None and vocab_size is not None and vocab_size > embeddings:
+        problems.append(
+            f"the tokenizer has {vocab_size} ids, the student embeds {embeddings}; "
+            f"call student.resize_token_embeddings({vocab_size}), or use the student's own tokenizer."
+        )
+    if mask_id is not None and vocab_size is not None and mask_id >= vocab_size:
+        problems.append(f"mask_token_id must be below vocab_size={vocab_size}, got {mask_id}.")
+    problems_to_error(problems, of="MLM")
+    assert mask_id is not None and vocab_size is not None
+    return Masking(
+        seed=config.seed,
+        mask_token_id=mask_id,
+        special_token_ids=tuple(special),
+        vocab_size=vocab_size,
+        mask_prob=config.mask_prob,
+        strategy=config.masking,
+        mask_replace_prob=config.mask_replace_prob,
+        random_replace_prob=config.random_replace_prob,
+    )

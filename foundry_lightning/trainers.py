@@ -1,0 +1,231 @@
+"""The facades: a config is translated into Lightning's objects, which do the work."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import nn
+
+from foundry_lightning.callbacks import EvaluateEvery, History, SaveEvery
+from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, read_checkpoint
+from foundry_lightning.config import PRECISIONS, MLMConfig
+from foundry_lightning.data.datamodule import MLMDataModule
+from foundry_lightning.export import export_student, load_student_weights
+from foundry_lightning.modules.base import EncoderModule
+from foundry_lightning.modules.mlm import MLMLitModule
+
+NEVER = 10**12  # batches between two evaluations where EvaluateEvery decides
+
+
+def build_logger(config: Any) -> Any:
+    """The Lightning logger of `log_backend`; False for `none`.
+
+    Raises:
+        ModuleNotFoundError: the backend's package is missing; the message holds the install command.
+    """
+    backend = config.log_backend
+    if backend == "none":
+        return False
+    if importlib.util.find_spec(backend) is None:
+        raise ModuleNotFoundError(
+            f"log_backend={backend!r} needs the package {backend}: pip install 'foundry-lightning[{backend}]'."
+        )
+    folder = config.save_dir or "."
+    if backend == "wandb":
+        from lightning.pytorch.loggers import WandbLogger
+
+        offline = os.environ.get("WANDB_MODE") == "offline"
+        return WandbLogger(project=config.project, name=config.run_name or None, save_dir=folder, offline=offline)
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    return TensorBoardLogger(folder, name=config.run_name or "tensorboard")
+
+
+def build_trainer(config: Any, *, callbacks: list[Callback], total_steps: int | None, logger: Any) -> lightning.Trainer:
+    """Translates a config into a `lightning.Trainer`; `trainer_kwargs` win, their callbacks and plugins are added."""
+    extra = dict(config.trainer_kwargs)
+    plugins = list(extra.pop("plugins", None) or [])
+    if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(AtomicCheckpointIO())
+    own = extra.pop("callbacks", None) or []
+    callbacks = [*callbacks, *(own if isinstance(own, list) else [own])]
+    settings: dict[str, Any] = {
+        "accelerator": config.device,
+        "devices": config.devices,
+        "num_nodes": config.num_nodes,
+        "strategy": config.strategy,
+        "precision": PRECISIONS[config.torch_dtype],
+        "max_steps": -1 if total_steps is None else total_steps,
+        "max_epochs": config.epochs if total_steps is None else -1,
+        "accumulate_grad_batches": config.grad_accumulation_steps,
+        "gradient_clip_val": config.max_grad_norm or None,
+        "check_val_every_n_epoch": None,
+        "val_check_interval": NEVER,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": config.log_every,
+        "logger": logger,
+        "enable_checkpointing": any(isinstance(callback, SaveEvery) for callback in callbacks),
+        "enable_progress_bar": config.progress_bar,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "default_root_dir": config.save_dir or None,
+    }
+    return lightning.Trainer(**{**settings, **extra}, callbacks=callbacks, plugins=plugins)
+
+
+class _Facade:
+    """Builds the objects, fits, returns the result. No loop of its own."""
+
+    module: EncoderModule
+    config: Any
+
+    def _start(self, module: EncoderModule) -> None:
+        module.by_facade = True
+        module.prepare()
+        build_logger_check = self.config.log_backend != "none"
+        if build_logger_check and importlib.util.find_spec(self.config.log_backend) is None:
+            build_logger(self.config)
+        self.module = module
+        self._trainer: lightning.Trainer | None = None
+        self._resume: Path | None = None
+
+    @property
+    def student(self) -> nn.Module:
+        """The model in training."""
+        return self.module.build_student()
+
+    def train(
+        self,
+        dataset: Any,
+        eval_dataset: Any = None,
+        on_step: Callable[[int, float], Any] | None = None,
+        shuffle: bool = False,
+        total_steps: int | None = None,
+    ) -> dict[str, Any]:
+        """Trains the student in place and leaves it in eval mode.
+
+        Args:
+            dataset: A `DataPipeline`, a list of ready batches, or a source that `DataPipeline` takes.
+            eval_dataset: The same, evaluated every `eval_every` updates and at the end.
+            on_step: Called as `on_step(global_step, loss)` at multiples of `log_every` and at the last step.
+            shuffle: Whether rows (ready batches: batches) are permuted in each epoch.
+            total_steps: Updates of the run, over as many epochs as it takes; None: `epochs` decides.
+
+        Returns:
+            `losses`: a float per training batch of this rank; `eval_losses`: step -> `val/loss`; `device`.
+
+        Raises:
+            ValueError: what the data show to be wrong, before any file is written.
+        """
+        if total_steps is not None and (
+            not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1
+        ):
+            raise ValueError(f"total_steps must be an integer of at least 1 or None, got {total_steps!r}.")
+        limits = {"max_steps": total_steps, "max_epochs": None}
+        clash = [n for n in limits if total_steps is not None and self.config.trainer_kwargs.get(n, total_steps) not in (
+            total_steps, -1, None)]
+        if clash:
+            raise ValueError(
+                f"total_steps={total_steps} and trainer_kwargs[{clash[0]!r}]={self.config.trainer_kwargs[clash[0]]} "
+                "both end the run; give one."
+            )
+        if on_step is not None and not callable(on_step):
+            raise TypeError(f"on_step must be a function of (global_step, loss), got {type(on_step).__name__}.")
+        data = MLMDataModule(
+            train=dataset, val=eval_dataset, shuffle=shuffle, num_workers=self.config.num_workers
+        )
+        history = History(on_step)
+        callbacks: list[Callback] = [EvaluateEvery(self.config.eval_every if eval_dataset is not None else 0), history]
+        if self.config.save_every:
+            callbacks.append(SaveEvery(self.config.save_every, folder=self.config.save_dir))
+        trainer = build_trainer(
+            self.config, callbacks=callbacks, total_steps=total_steps, logger=build_logger(self.config)
+        )
+        self._trainer = trainer
+        trainer.fit(self.module, datamodule=data, ckpt_path=self._resume, weights_only=True)
+        self._resume = None
+        device = trainer.strategy.root_device
+        self.module.to(device)
+        self.student.eval()
+        return {"losses": history.losses, "eval_losses": history.eval_losses, "device": device.type}
+
+    def evaluate(self, dataset: Any) -> dict[str, float]:
+        """Evaluates the student: the same tokens are scored at every call.
+
+        Returns:
+            `loss`, `mlm`, `perplexity`, `masked_accuracy` (token means over all ranks).
+        """
+        data = MLMDataModule(train=None, val=dataset, num_workers=self.config.num_workers)
+        config = self.config
+        trainer = build_trainer(config, callbacks=[], total_steps=None, logger=False)
+        was_training = self.student.training
+        trainer.validate(self.module, datamodule=data, verbose=False)
+        self.module.to(trainer.strategy.root_device)
+        self.student.train(was_training)
+        values = trainer.callback_metrics
+        return {name.removeprefix("val/"): float(values[name]) for name in values if name.startswith("val/")}
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the folder that `AutoModelForMaskedLM` and `AutoTokenizer` load."""
+        return export_student(self.student, path, tokenizer=self.module.tokenizer, facts=self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        settings = asdict(self.config)
+        return {name: settings[name] for name in settings if settings[name] not in ("", None, {}, ())}
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> Path:
+        """Saves student, optimizer, schedule and position; works before, during and after `train`.
+
+        Args:
+            path: A `.ckpt` file, or a folder that gets `checkpoint.ckpt`.
+        """
+        file = checkpoint_file(path)
+        if self._trainer is None:
+            trainer = build_trainer(self.config, callbacks=[], total_steps=None, logger=False)
+            trainer.strategy.connect(self.module)
+            self.module.trainer = trainer
+            trainer.save_checkpoint(file)
+        else:
+            self._trainer.save_checkpoint(file)
+        return file
+
+    def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Loads the student's weights at once; the next `train` on the same data goes on where it was taken.
+
+        Args:
+            path: A `.ckpt` file, or a folder with `checkpoint.ckpt`.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            ValueError: a damaged checkpoint, or one of another model.
+        """
+        file = checkpoint_file(path)
+        load_student_weights(self.student, read_checkpoint(file))
+        self._resume = file
+
+
+class MLMTrainer(_Facade):
+    """Pretrains a student by masked-language modeling.
+
+    Args:
+        student: A masked language model (`.logits` `[B, S, V]`), trained in place.
+        tokenizer: Its tokenizer, or a folder or hub name; None: `config.mask_token_id` is required.
+        config: The settings.
+
+    Raises:
+        TypeError: the student is no module.
+        ValueError: all that student, tokenizer and config show to be wrong, in one message.
+    """
+
+    def __init__(self, student: nn.Module, tokenizer: Any = None, config: MLMConfig | None = None) -> None:
+        module = MLMLitModule(student, config=config, tokenizer=tokenizer)
+        self.config: MLMConfig = module.config
+        self._start(module)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from foundry_lightning.schedule import lr_factor
+
+
+def factors(total: int, warmup: int, schedule: str) -> list[float]:
+    return [lr_factor(k, total_steps=total, warmup_steps=warmup, schedule=schedule) for k in range(total)]
+
+
+def test_linear_rises_over_the_warm_up_and_falls_to_the_last_update():
+    assert factors(6, 2, "linear") == pytest.approx([1 / 2, 1, 1, 3 / 4, 1 / 2, 1 / 4])
+
+
+def test_linear_without_warm_up():
+    assert factors(6, 0, "linear") == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+
+
+def test_cosine_is_half_at_half_way():
+    assert factors(4, 0, "cosine") == pytest.approx([1, 0.8535534, 0.5, 0.1464466])
+
+
+def test_constant_stays_at_the_peak_after_the_warm_up():
+    assert factors(5, 2, "constant") == pytest.approx([0.5, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_rate_is_zero_when_all_updates_are_done_and_after(schedule):
+    assert lr_factor(10, total_steps=10, schedule=schedule) == pytest.approx(0)
+    assert lr_factor(15, total_steps=10, schedule=schedule) == pytest.approx(0)
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="lr_scheduler must be one of 'cosine', 'linear', 'constant', got 'step'"):
+        lr_factor(0, total_steps=1, schedule="step")
