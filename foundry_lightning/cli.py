@@ -15,13 +15,12 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from foundry_lightning.callbacks import EvaluateEvery, SaveEvery
+from foundry_lightning.callbacks import NEVER, EvaluateEvery, SaveEvery
 from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, read_checkpoint
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
 from foundry_lightning.modules.base import EncoderModule
-from foundry_lightning.trainers import NEVER
 
 _OVERVIEW = """\
 foundry-lightning: pretrain your own encoder from raw text, or distil one from a teacher.

@@ -1,12 +1,12 @@
 """The losses of pretraining and distillation: sums over tokens or rows, in float32 or wider.
 
-Every function returns a sum. The caller's weights already hold 1 / denominator, so that windows of any split add up to the
-gradient of one batch.
+Every function returns a sum. The caller's weights already hold 1 / denominator, so that windows of any split add up to
+the gradient of one batch.
 
 Sources:
     * L = mlm · CE + distill · T² · KL + cosine · (1 − cos): Sanh et al. 2019, "DistilBERT", section 3.
-    * The factor T², which keeps the soft targets' gradient on one scale for any T: Hinton, Vinyals and Dean 2015, "Distilling
-      the Knowledge in a Neural Network", section 2.
+    * The factor T², which keeps the soft targets' gradient on one scale for any T: Hinton, Vinyals and Dean 2015,
+      "Distilling the Knowledge in a Neural Network", section 2.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Scored:
     @property
     def num_classes(self) -> int:
         """V, the number of columns of the scores."""
-        return (self.features if self.weight is None else self.weight).shape[-1 if self.weight is None else 0]
+        return self.features.shape[1] if self.weight is None else self.weight.shape[0]
 
     def scores(self) -> Tensor:
         """Compute all scores ``[R, V]`` at once; for callers that need them whole, such as samples."""
@@ -75,12 +75,12 @@ def vocabulary_loss(
     with_accuracy: bool = False,
     block_bytes: int = 64 * 2**20,
 ) -> VocabularyLoss:
-    """Compute ``mlm_weight · Σ CE + distill_weight · T² · Σ KL(teacher ‖ student)`` and its gradients in one pass over blocks of rows.
+    """Compute ``mlm_weight · Σ CE + distill_weight · T² · Σ KL(teacher ‖ student)`` in one pass over blocks of rows.
 
-    At most a block of scores per model (and one more while distilling) exists at a time; the gradients are computed in the
-    same pass, so no scores wait for the backward. Nothing is differentiated with respect to the teacher. Under autocast the
-    matrix products run in autocast's type, as in the plain model; softmaxes, sums and the small weights stay in float32 (float64
-    where the scores are float64).
+    The same pass computes the gradients. At most a block of scores per model (and one more while distilling) exists at
+    a time, and one waits for the backward. Nothing is differentiated with respect to the teacher. Under autocast the
+    matrix products run in autocast's type, as in the plain model; softmaxes, sums and the small weights stay in float32
+    (float64 where the scores are float64).
 
     Args:
         student: R rows of scores over V classes.
@@ -89,13 +89,14 @@ def vocabulary_loss(
         mlm_weight: factor of the cross-entropy, 1 / denominator included; 0 skips the term.
         distill_weight: factor of the KL term, 1 / denominator included; 0 skips the term.
         temperature: T > 0, divides both models' scores in the KL term.
-        num_shared_classes: KL compares the first so many classes (columns that only pad a vocabulary are cut); None where both
-            models have equally many.
+        num_shared_classes: KL compares the first so many classes (columns that only pad a vocabulary are cut); None
+            where both models have equally many.
         with_accuracy: also count the rows whose best class is the label.
         block_bytes: size of one block of float32 scores, in bytes.
 
     Raises:
-        ValueError: shapes do not fit, the teacher is missing, or ``temperature`` or ``num_shared_classes`` is out of range.
+        ValueError: shapes do not fit, the teacher is missing, or ``temperature`` or ``num_shared_classes`` is out of
+            range.
     """
     rows = student.features.shape[0]
     if labels.shape != (rows,):
@@ -104,7 +105,9 @@ def vocabulary_loss(
     if distill_weight == 0:
         teacher = None
     elif teacher is None:
-        raise ValueError(f"teacher must be given where distill_weight is not 0, got None with {distill_weight}; pass its scores.")
+        raise ValueError(
+            f"teacher must be given where distill_weight is not 0, got None with {distill_weight}; pass its scores."
+        )
     else:
         shared = _shared_classes(student, teacher, num_shared_classes)
         if not temperature > 0:
@@ -148,8 +151,8 @@ def mse_loss(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
 def _same_width(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     if student.shape != teacher.shape:
         raise ValueError(
-            f"student_hidden and teacher_hidden must have one shape, got {tuple(student.shape)} and {tuple(teacher.shape)}; "
-            "project the student to the teacher's width first."
+            f"student_hidden and teacher_hidden must have one shape, got {tuple(student.shape)} and "
+            f"{tuple(teacher.shape)}; project the student to the teacher's width first."
         )
     dtype = _at_least_float32(torch.promote_types(student.dtype, teacher.dtype))
     return student.to(dtype), teacher.to(dtype)
@@ -162,20 +165,20 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def _shared_classes(student: Scored, teacher: Scored, num_shared_classes: int | None) -> int:
     if teacher.features.shape[0] != student.features.shape[0]:
         raise ValueError(
-            f"teacher must have as many rows as student ({student.features.shape[0]}), got {teacher.features.shape[0]}; "
-            "score both at the same positions."
+            f"teacher must have as many rows as student ({student.features.shape[0]}), got "
+            f"{teacher.features.shape[0]}; score both at the same positions."
         )
     fewest = min(student.num_classes, teacher.num_classes)
     if num_shared_classes is None:
         if student.num_classes != teacher.num_classes:
             raise ValueError(
-                f"num_shared_classes must be given where student and teacher have different vocabularies, got None with "
-                f"{student.num_classes} and {teacher.num_classes}; pass the number of leading ids that mean the same in both."
+                "num_shared_classes must be given where student and teacher have different vocabularies, got None with "
+                f"{student.num_classes} and {teacher.num_classes}; pass how many leading ids mean the same in both."
             )
         return fewest
     if not 1 <= num_shared_classes <= fewest:
         raise ValueError(
-            f"num_shared_classes must lie in [1, {fewest}], got {num_shared_classes}; it counts leading columns of both models."
+            f"num_shared_classes must lie in [1, {fewest}], got {num_shared_classes}; it counts leading columns of both."
         )
     return num_shared_classes
 
@@ -198,7 +201,7 @@ class _Terms(NamedTuple):
 class _Scores:
     """One model's scores as ``[V, rows]`` blocks, all computed into one buffer.
 
-    Classes first: the products are faster on CPU in this orientation, and a cut vocabulary is a contiguous part of a block.
+    Classes first: the products are faster on CPU in this orientation, and a cut vocabulary is contiguous.
     """
 
     def __init__(self, features: Tensor, weight: Tensor | None, bias: Tensor | None, num_classes: int) -> None:
@@ -212,13 +215,13 @@ class _Scores:
         self.num_classes = num_classes
         self.buffer: Tensor | None = None
 
-    def block(self, begin: int, end: int) -> Tensor:
-        """Compute the scores of rows begin … end: ``[V, end − begin]``, valid until the next call."""
-        size = self.num_classes * (end - begin)
+    def block(self, rows: slice) -> Tensor:
+        """Compute the scores of some rows as ``[V, rows]``, valid until the next call."""
+        columns = self.features[rows].t()
+        size = self.num_classes * columns.shape[1]
         if self.buffer is None:  # the first block is the largest
             self.buffer = self.features.new_empty(size, dtype=self.dtype)
-        scores = self.buffer[:size].view(self.num_classes, end - begin)
-        columns = self.features[begin:end].t()
+        scores = self.buffer[:size].view(self.num_classes, -1)
         if self.weight is None:
             scores.copy_(columns[: self.num_classes])
         elif self.weight.dtype == self.dtype:
@@ -250,85 +253,113 @@ class _BlockwiseLoss(torch.autograd.Function):
         terms: _Terms,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs = [terms.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        num_classes = (features if weight is None else weight).shape[1 if weight is None else 0]
+        num_classes = features.shape[1] if weight is None else weight.shape[0]
         student = _Scores(features, weight, bias, num_classes)
         teacher = None
         if terms.distill_weight != 0:
             teacher = _Scores(teacher_features, teacher_weight, teacher_bias, terms.num_shared)
         gradients = _Gradients(student, needs)
-        ce_sum, kl_sum = features.new_zeros(2, dtype=student.dtype).unbind()
+        ce_sum, kl_sum = (features.new_zeros((), dtype=student.dtype) for _ in range(2))
         num_correct = labels.new_zeros((), dtype=torch.int64)
         with torch.autocast(features.device.type, enabled=False):
-            for begin, end in _blocks(features.shape[0], num_classes * student.dtype.itemsize, terms):
-                ce, kl, correct, gradient = _block_loss(student, teacher, labels[begin:end], begin, end, terms, any(needs))
+            for block in _blocks(features.shape[0], num_classes * student.dtype.itemsize, terms):
+                gradients.add_waiting()
+                ce, kl, correct, gradient = _block_loss(student, teacher, labels, block, terms, any(needs))
                 ce_sum, kl_sum, num_correct = ce_sum + ce, kl_sum + kl, num_correct + correct
                 if gradient is not None:
-                    gradients.add(gradient, begin, end)
-        ctx.save_for_backward(gradients.features, gradients.weight, gradients.bias)
+                    gradients.add(gradient, block)
+        ctx.save_for_backward(
+            gradients.features, gradients.bias, gradients.weight, gradients.waiting, gradients.waiting_features
+        )
         ctx.scale = terms.gradient_scale
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (features, weight, bias)]
+        ctx.weight_like = torch.empty_like(weight, device="meta") if weight is not None and needs[1] else None
+        ctx.dtypes = features.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(ce_sum, kl_sum, num_correct)
         return terms.mlm_weight * ce_sum + terms.distill_weight * kl_sum, ce_sum, kl_sum, num_correct
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        features, bias, weight, waiting, waiting_features = ctx.saved_tensors
         factor = grad_total * ctx.scale
-        gradients = [
-            None if gradient is None else torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return (*gradients, None, None, None, None, None)
+        features_dtype, bias_dtype = ctx.dtypes
+        grad_weight = None
+        if ctx.weight_like is not None:
+            if waiting is None:
+                grad_weight = torch.zeros_like(ctx.weight_like, device=factor.device)
+            else:
+                if waiting.dtype == factor.dtype:
+                    grad_weight = waiting @ (waiting_features * factor)
+                else:  # half types: the small factor comes after the product
+                    grad_weight = (waiting @ waiting_features).to(factor.dtype).mul_(factor)
+                if weight is not None:
+                    grad_weight.addcmul_(weight, factor)
+                grad_weight = grad_weight.to(ctx.weight_like.dtype)
+        grad_features = None if features is None else (features * factor).to(features_dtype)
+        grad_bias = None if bias is None else (bias * factor).to(bias_dtype)
+        return grad_features, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _blocks(rows: int, row_bytes: int, terms: _Terms) -> list[tuple[int, int]]:
+def _blocks(rows: int, row_bytes: int, terms: _Terms) -> list[slice]:
     """Cut the rows into equal blocks of at most ``block_bytes``; none where no term needs scores."""
     if rows == 0 or not (terms.mlm_weight or terms.distill_weight or terms.with_accuracy):
         return []
     num_blocks = -(-rows // max(1, terms.block_bytes // row_bytes))
     size = -(-rows // num_blocks)
-    return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+    return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
 
 class _Gradients:
-    """Sums of the gradients over blocks, before the terms' common weight; ``None`` for what is not needed."""
+    """Sums of the gradients over blocks, before the terms' common weight; ``None`` for what is not needed.
+
+    The last block waits for the backward, which multiplies its few features by the incoming gradient: for one block,
+    the common case, no further pass over a tensor as large as the vocabulary matrix is needed.
+    """
 
     def __init__(self, student: _Scores, needs: list[bool]) -> None:
         self.student = student
+        self.features = torch.zeros_like(student.features, dtype=student.dtype) if needs[0] else None
+        self.needs_weight = needs[1]
+        self.weight: Tensor | None = None
+        self.waiting: Tensor | None = None
+        self.waiting_features: Tensor | None = None
+        self.bias = torch.zeros_like(student.bias[:, 0]) if student.bias is not None and needs[2] else None
 
-        def zeros(tensor: Tensor | None, needed: bool) -> Tensor | None:
-            return None if tensor is None or not needed else torch.zeros_like(tensor, dtype=student.dtype)
-
-        self.features = zeros(student.features, needs[0])
-        self.weight = zeros(student.weight, needs[1])
-        self.bias = zeros(None if student.bias is None else student.bias[:, 0], needs[2])
-
-    def add(self, gradient: Tensor, begin: int, end: int) -> None:
-        """Add one block's gradient of the scores, ``[V, end − begin]``."""
+    def add(self, gradient: Tensor, block: slice) -> None:
+        """Add one block's gradient of the scores, ``[V, rows]``."""
         if self.bias is not None:
             self.bias.add_(gradient.sum(1))
         if self.student.weight is None:
             if self.features is not None:
-                self.features[begin:end].copy_(gradient.t())
+                self.features[block] = gradient.t()
             return
         gradient = gradient.to(self.student.weight.dtype)
         if self.features is not None:
-            self.features[begin:end].copy_(gradient.t() @ self.student.weight)
-        if self.weight is not None:
-            rows = self.student.features[begin:end]
-            if self.weight.dtype == gradient.dtype:
-                self.weight.addmm_(gradient, rows)
-            else:  # each block's product is rounded once, the sum over blocks is float32
-                self.weight.add_(gradient @ rows)
+            self.features[block] = gradient.t() @ self.student.weight
+        if self.needs_weight:
+            self.waiting, self.waiting_features = gradient, self.student.features[block]
+
+    def add_waiting(self) -> None:
+        """Add the waiting block's product to the weight's gradient, before its scores are overwritten."""
+        if self.waiting is None or self.waiting_features is None:
+            return
+        if self.weight is None:
+            self.weight = (self.waiting @ self.waiting_features).to(self.student.dtype)
+        elif self.weight.dtype == self.waiting.dtype:
+            self.weight.addmm_(self.waiting, self.waiting_features)
+        else:  # half types: a block's product is rounded once, the sum over blocks is float32
+            self.weight.add_(self.waiting @ self.waiting_features)
+        self.waiting = None
 
 
 def _block_loss(
-    student: _Scores, teacher: _Scores | None, labels: Tensor, begin: int, end: int, terms: _Terms, needs_gradient: bool
+    student: _Scores, teacher: _Scores | None, labels: Tensor, block: slice, terms: _Terms, needs_gradient: bool
 ) -> tuple[Tensor | float, Tensor | float, Tensor | int, Tensor | None]:
-    """Compute CE, KL · T², the correct rows and the gradient of the scores (without its common weight) for one block."""
+    """Compute a block's CE, KL · T², correct rows and the gradient of its scores, without the common weight."""
+    labels = labels[block]
     counted = labels != IGNORED_LABEL
     index = labels.where(counted, 0).unsqueeze(0)
-    scores = student.block(begin, end)
+    scores = student.block(block)
     correct: Tensor | int = ((scores.argmax(0) == labels) & counted).sum() if terms.with_accuracy else 0
     scale = terms.gradient_scale
 
@@ -338,7 +369,7 @@ def _block_loss(
         # Subtracting a row's maximum changes no softmax and keeps every exponential in range.
         scores.sub_(scores[: terms.num_shared].amax(0))
         weight = terms.distill_weight * terms.temperature / scale if needs_gradient else None
-        kl, soft_gradient = _block_kl(scores[: terms.num_shared], teacher.block(begin, end), terms.temperature, weight)
+        kl, soft_gradient = _block_kl(scores[: terms.num_shared], teacher.block(block), terms.temperature, weight)
     if terms.mlm_weight == 0:
         if soft_gradient is None:
             return 0.0, kl, correct, None

@@ -191,9 +191,7 @@ class Masking:
         if text_ids is not None:
             text = text * length + text_ids
         text_starts = _changes(text)
-        # position in its text: attended tokens before it, so that padding on either side changes nothing
-        before = attended.long().cumsum(1) - 1
-        position = before - _carry(before, text_starts)
+        position = _positions_in_text(attended, text_starts)
         keys = _row_keys(row_ids, seed=self.seed, epoch=epoch)
 
         # units: where one starts, counted over eligible tokens
@@ -300,14 +298,13 @@ class Masking:
         text_ids: Tensor | None,
     ) -> Tensor:
         keys = _row_keys(row_ids if row_ids.dim() == 2 else row_ids.unsqueeze(1), seed=self.seed, epoch=epoch)
-        before = attention_mask.bool().long().cumsum(1) - 1
-        if text_ids is not None:
-            before = before - _carry(before, _changes(text_ids))
-        split = _draw32(keys, before, _REPLACE)
+        text_ids = torch.zeros_like(input_ids) if text_ids is None else text_ids
+        position = _positions_in_text(attention_mask.bool(), _changes(text_ids))
+        split = _draw32(keys, position, _REPLACE)
         mask_below = round(self.mask_replace_prob * (1 << 32))
         random_below = round((self.mask_replace_prob + self.random_replace_prob) * (1 << 32))
         # the k-th ordinary id: k plus the number of special ids at or below it
-        drawn = (_draw32(keys, before, _RANDOM) * max(self._num_ordinary, 1)) >> 32
+        drawn = (_draw32(keys, position, _RANDOM) * max(self._num_ordinary, 1)) >> 32
         gaps = _on_device(tuple(i - n for n, i in enumerate(self.special_token_ids)), input_ids.device)
         random_ids = drawn + torch.searchsorted(gaps, drawn, right=True)
         replaced = torch.where(split < mask_below, self.mask_token_id, random_ids.to(input_ids.dtype))
@@ -339,6 +336,12 @@ def _carry(values: Tensor, starts: Tensor) -> Tensor:
     place = torch.arange(values.shape[1], device=values.device).expand_as(values)
     last = torch.where(starts, place, 0).cummax(1).values
     return values.gather(1, last)
+
+
+def _positions_in_text(attended: Tensor, text_starts: Tensor) -> Tensor:
+    """`[B, S]`: attended tokens of the text before each place, so that padding on either side changes nothing."""
+    before = attended.long().cumsum(1) - attended.long()
+    return before - _carry(before, text_starts)
 
 
 def _runs(keys: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

@@ -110,6 +110,11 @@ class FromConfig(StudentRecipe):
                 f"{self.model_type!r}; leave it out of config."
             )
         default = config_class()
+        if not hasattr(default, "vocab_size"):
+            raise ValueError(
+                f"model_type {self.model_type!r} has no vocab_size of its own: it is not a plain text encoder; "
+                "choose one such as 'bert' or 'modernbert', or use FromBuilder."
+            )
         _refuse_unknown_settings(settings, default=default)
 
         if "vocab_size" not in settings:
@@ -200,7 +205,7 @@ class FromPretrained(StudentRecipe):
             )
             raise ValueError(
                 f"path {self.path!r} could not be loaded as a masked language model ({where}): "
-                f"{str(error).strip().splitlines()[0]}"
+                f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
             ) from error
         missing = sorted(info["missing_keys"])
         of_encoder = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
@@ -502,7 +507,7 @@ def _layer_lists(teacher: Any) -> tuple[int, list[str]]:
             lists.append(path)
     if depth is None or not lists:
         raise ValueError(
-            f"{name} cannot be a warm-start teacher: it keeps no list of num_hidden_layers={depth} layers of its own "
+            f"{name} cannot be a warm-start teacher: it keeps no list of its {depth} layers "
             "(layers in blocks or shared ones cannot be chosen); use FromConfig for a smaller model of its type."
         )
     return depth, lists

@@ -51,8 +51,8 @@ def train_tokenizer(
     Args:
         source: Anything `open_source` takes. A one-shot iterator is used up.
         vocab_size: The most entries, special tokens included; fewer where the source has fewer pieces.
-        kind: `wordpiece` (BERT), `bpe` (over bytes: no text is unknown) or `unigram`. In each, `word_ids` of an encoding
-            tell words and punctuation apart, for whole-word masking.
+        kind: `wordpiece` (BERT), `bpe` (over bytes: no text is unknown) or `unigram`. In each, `word_ids` of an
+            encoding tell words and punctuation apart, for whole-word masking.
         lowercase: Whether upper and lower case are one.
         strip_accents: Whether to remove accents. They stay by default, also in lower case: the same rule would remove
             the vowel marks of Arabic and the combining marks of other scripts.
@@ -132,7 +132,7 @@ def load_tokenizer(spec: Any, *, source: Any = None) -> Any:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise FileNotFoundError(
-            f"tokenizer {name!r} must be a folder here or a name on the Hugging Face hub, but loading gave: {first_line} "
+            f"tokenizer must be a folder or a hub name, got {name!r}, and loading it gave: {first_line} "
             "Correct the name, or download it once while online."
         ) from error
 
@@ -188,7 +188,7 @@ class _Texts:
             for row in batch:
                 if not isinstance(row, str):
                     raise ValueError(
-                        f"source must hold texts to train a tokenizer, got token ids ({self._source.description}); give texts."
+                        f"source must hold texts to train a tokenizer, got ids: {self._source.description}; give texts."
                     )
                 self.characters.update(row)
             yield cast(list[str], batch)
@@ -200,8 +200,8 @@ def _train_wordpiece(
     """Build the WordPiece vocabulary from a BPE one.
 
     The library's WordPiece trainer numbers the pieces inside words in the order of a randomly seeded hash map and
-    breaks ties by these numbers, so that no two of its runs agree. Its BPE trainer sorts. Here it runs on words with a marked
-    beginning, from which follows which pieces begin a word and which (`##`) continue one.
+    breaks ties by these numbers, so that no two of its runs agree. Its BPE trainer sorts. Here it runs on words with a
+    marked beginning, from which follows which pieces begin a word and which (`##`) continue one.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     words = pre_tokenizers.BertPreTokenizer()
@@ -209,9 +209,9 @@ def _train_wordpiece(
     bpe.normalizer = normalizer
     mark = pre_tokenizers.Metaspace(replacement=_WORD_START, prepend_scheme="always", split=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, mark])
-    bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=min_frequency, show_progress=False)
-    )
+    # More pieces than are kept: the mark joined to one character is in the alphabet already.
+    trainer = trainers.BpeTrainer(vocab_size=2 * vocab_size, min_frequency=min_frequency, show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
     vocabulary = bpe.get_vocab()
     pieces = sorted(vocabulary, key=vocabulary.__getitem__)
     alphabet = [piece for piece in pieces if len(piece) == 1 and piece != _WORD_START]
@@ -267,10 +267,12 @@ def _train_unigram(
         _check_room(vocab_size, len(_SPECIALS) + len(seen), "unigram")
         raise
     # The trainer sums in the order of a randomly seeded hash map: from run to run scores differ by about 1e-11, and
-    # equal ones change places. Rounded and sorted they do not.
+    # equal ones change places. Rounded and sorted they do not. Characters first: all must stay, and where there is room
+    # for hardly more than them the trainer exceeds the size.
     scored = [(piece, round(score, 3)) for piece, score in json.loads(trained.to_str())["model"]["vocab"]]
-    ordinary = sorted(scored[len(_SPECIALS) :], key=lambda item: (-item[1], item[0]))
-    trained.model = models.Unigram([*scored[: len(_SPECIALS)], *ordinary], unk_id=_SPECIALS.index("[UNK]"))
+    ordinary = sorted(scored[len(_SPECIALS) :], key=lambda item: (len(item[0]) > 1, -item[1], item[0]))
+    _check_room(vocab_size, len(_SPECIALS) + sum(len(piece) == 1 for piece, _ in ordinary), "unigram")
+    trained.model = models.Unigram([*scored[: len(_SPECIALS)], *ordinary][:vocab_size], unk_id=_SPECIALS.index("[UNK]"))
     return trained
 
 
@@ -312,8 +314,8 @@ def _trained_once(spec: Mapping[str, Any], source: Any) -> Any:
     content = opened.fingerprint() if not opened.is_stream else None
     if content is None:
         raise ValueError(
-            f"tokenizer={{'train': …}} must be trained on data with a fixed content, got {opened.description}; train it "
-            "once with train_tokenizer(…).save_pretrained(folder) and give the folder."
+            f"tokenizer={{'train': …}} must be trained on data with a fixed content, got {opened.description}; train "
+            "it once with train_tokenizer(…).save_pretrained(folder) and give the folder."
         )
     bound = inspect.signature(train_tokenizer).bind(content, **arguments)
     bound.apply_defaults()

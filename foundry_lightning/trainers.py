@@ -14,16 +14,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 
-from foundry_lightning.callbacks import EvaluateEvery, History, SaveEvery
+from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, SaveEvery
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, read_checkpoint
 from foundry_lightning.config import PRECISIONS, MLMConfig
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
 from foundry_lightning.modules.base import EncoderModule
 from foundry_lightning.modules.mlm import MLMLitModule
-
-NEVER = 10**12  # batches between two evaluations where EvaluateEvery decides
-
 
 def build_logger(config: Any) -> Any:
     """The Lightning logger of `log_backend`; False for `none`.

@@ -251,7 +251,9 @@ def test_a_distilbert_of_the_same_depth_gives_the_bert_teachers_scores(tied: boo
 
 def test_a_shallower_distilbert_copies_the_chosen_layers_and_no_memory() -> None:
     teacher = make_teacher("bert")
+    teacher.set_attn_implementation("eager")
     student: Any = warm_start_student(teacher, layers=[1, 3], student_type="distilbert")
+    assert student.config._attn_implementation == "eager"
     same_class: Any = warm_start_student(teacher, layers=[1, 3])
     torch.testing.assert_close(scores(student), scores(same_class), atol=1e-5, rtol=1e-5)
     query = student.distilbert.transformer.layer[1].attention.q_lin.weight
@@ -334,6 +336,7 @@ def test_the_recipe_keeps_its_settings_apart_from_the_model() -> None:
     [
         ("bret", {}, "model_type 'bret' is not known.*closest: '.*bert'"),
         ("gpt2", {}, "model_type 'gpt2' has no masked-LM class"),
+        ("modernvbert", {}, "model_type 'modernvbert' has no vocab_size of its own"),
         ("bert", {"hidden_sise": 16}, "config names 'hidden_sise'.*BertConfig.*closest: 'hidden_size'"),
         ("bert", {"model_type": "roberta"}, "model_type 'roberta', but the recipe's model_type is 'bert'"),
         ("bert", {"vocab_size": 10}, "vocab_size 10, but the tokenizer has 25 ids"),

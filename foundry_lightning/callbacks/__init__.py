@@ -1,7 +1,7 @@
 """Observers of a run, one concern each; none of them changes the mathematics."""
 
-from foundry_lightning.callbacks.evaluate_every import EvaluateEvery
+from foundry_lightning.callbacks.evaluate_every import NEVER, EvaluateEvery
 from foundry_lightning.callbacks.history import History
 from foundry_lightning.callbacks.save_every import SaveEvery
 
-__all__ = ["EvaluateEvery", "History", "SaveEvery"]
+__all__ = ["NEVER", "EvaluateEvery", "History", "SaveEvery"]

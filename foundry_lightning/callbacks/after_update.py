@@ -38,6 +38,14 @@ class AfterUpdate(Callback):
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Acts after the evaluation."""
-        if self._waiting and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
+            self._act(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Acts where Lightning found nothing to evaluate."""
+        self._act(trainer, pl_module)
+
+    def _act(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        if self._waiting:
             self._waiting = False
             self.after_update(trainer, pl_module)

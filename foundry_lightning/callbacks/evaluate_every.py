@@ -7,6 +7,8 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
+NEVER = 10**12  # batches; infinity would make Lightning validate at each epoch's end
+
 
 class EvaluateEvery(Callback):
     """Evaluates every so many updates, and at the end of the run.
@@ -14,7 +16,8 @@ class EvaluateEvery(Callback):
     Args:
         every: Updates between two evaluations; 0: none at all.
 
-    Needs `Trainer(check_val_every_n_epoch=None)`, with which Lightning counts batches over epochs.
+    Needs `Trainer(check_val_every_n_epoch=None, val_check_interval=NEVER)`, with which Lightning counts batches over
+    epochs and leaves the rest to this callback.
     """
 
     def __init__(self, every: int) -> None:
@@ -22,7 +25,7 @@ class EvaluateEvery(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Nothing is due before the first update."""
-        trainer.val_check_batch = float("inf")  # type: ignore[assignment]
+        trainer.val_check_batch = NEVER
         self._last_step = trainer.global_step
 
     def on_train_batch_end(
@@ -32,4 +35,4 @@ class EvaluateEvery(Callback):
         step = trainer.global_step
         due = self.every and step != self._last_step and (step % self.every == 0 or pl_module.is_last_update())
         self._last_step = step
-        trainer.val_check_batch = trainer.fit_loop.total_batch_idx + 1 if due else float("inf")  # type: ignore[assignment]
+        trainer.val_check_batch = trainer.fit_loop.total_batch_idx + 1 if due else NEVER

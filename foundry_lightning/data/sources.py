@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -340,8 +340,8 @@ def _open_files(pattern: str, text_column: str, split_txt: str) -> Source:
         shown = pattern if len(pattern) <= 200 else pattern[:200] + "…"
         rule = "must match a file" if glob.has_magic(pattern) else "must name an existing file"
         raise FileNotFoundError(
-            f"source {rule} or an embedded corpus ({', '.join(CORPUS_NAMES)}), got {shown!r}; correct it, or give a text "
-            "as [text]."
+            f"source {rule} or an embedded corpus ({', '.join(CORPUS_NAMES)}), got {shown!r}; correct it, or give "
+            "a text as [text]."
         )
     for path in paths:
         if not path.lower().endswith(_SUFFIXES):
@@ -424,7 +424,7 @@ def _ids(value: Any, where: str, mask: Any = None) -> npt.NDArray[np.int64]:
         raise ValueError(
             f"{where} must hold token ids of at least 0, got {ids.min()}; give ids of the vocabulary (no -100 labels)."
         )
-    checked: npt.NDArray[np.int64] = ids.astype(np.int64)
+    checked = cast(npt.NDArray[np.int64], ids.astype(np.int64))
     if mask is None:
         return checked
     attended = np.asarray(mask)
@@ -433,7 +433,7 @@ def _ids(value: Any, where: str, mask: Any = None) -> npt.NDArray[np.int64]:
         raise ValueError(
             f"attention_mask in {where} must have the shape of input_ids, got {got}; give one value per token."
         )
-    return checked[attended.astype(bool)]
+    return cast(npt.NDArray[np.int64], checked[attended.astype(bool)])
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
