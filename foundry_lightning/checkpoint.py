@@ -28,7 +28,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     `weights_only=True`: no code in them runs.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
         """Writes `checkpoint` to `path`.
 
         Raises:
@@ -36,7 +38,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        partial = target.with_name(f".{target.name}.partial")  # what a kill leaves, the next save of this step removes
         try:
             with open(partial, "wb") as file:
                 torch.save(checkpoint, file)
@@ -87,9 +89,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"checkpoint {path} holds more than tensors and plain values and was refused; nothing in it was run."
+            f"checkpoint {path} is damaged, or holds more than tensors and plain values, and was refused; nothing in "
+            "it was run, use another one."
         ) from error
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is damaged or no checkpoint ({error}); use an older one.") from error
     if not isinstance(checkpoint, dict) or _KEY not in checkpoint:
         raise ValueError(f"checkpoint {path} was not written by foundry-lightning; give one of its .ckpt files.")
@@ -141,13 +144,11 @@ def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
     if saved["module"] != type(module).__name__:
         problems.append(f"it is of {saved['module']}, this is {type(module).__name__}")
     fitting = module._trainer is not None and module.trainer.state.fn == "fit"
-    current = module.unchangeable()
-    names = current if fitting else ["architecture"]
-    problems += [
-        f"{name} was {saved['settings'].get(name)!r} and is {current[name]!r} now"
-        for name in names
-        if saved["settings"].get(name) != current[name]
-    ]
+    current = module.unchangeable() if fitting else {"architecture": architecture(module.build_student())}
+    problems += changes(saved["settings"], current)
+    data: Any = getattr(module.trainer, "datamodule", None) if fitting else None
+    if hasattr(data, "order_settings"):
+        problems += changes(checkpoint.get(type(data).__qualname__, {}), data.order_settings())
     if fitting and checkpoint["global_step"]:
         trainer = module.trainer
         before, now = saved["accumulation"] * saved["num_ranks"], trainer.accumulate_grad_batches * trainer.world_size
@@ -168,31 +169,45 @@ def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
         _rewind(checkpoint["loops"]["fit_loop"], saved, module.trainer.accumulate_grad_batches)
 
 
+def changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """What is not as it was when a checkpoint was taken, in words; only what it recorded is compared."""
+    return [
+        f"{name} was {saved[name]!r} and is {value!r} now"
+        for name, value in current.items()
+        if name in saved and saved[name] != value
+    ]
+
+
 def _rewind(fit_loop: dict[str, Any], saved: dict[str, Any], accumulation: int) -> None:
     """Sets Lightning's saved progress to a state between two updates, from which every kind of restart is alike.
 
-    Lightning saves from inside its hooks, when a batch is `ready` but not `completed` and an epoch half closed, and
+    Lightning saves from inside its hooks, when a batch is `started` but not `completed` and an epoch half closed, and
     has a path of its own for each. Between updates there are two states: inside an epoch with b places done, or at
     the beginning of the next.
     """
     batches, epochs = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_progress"]
-    done, ended = batches["current"]["ready"], batches["is_last_batch"]
-    epoch = epochs["current"]["processed"]
-    if epochs["current"]["ready"] == epoch and done and not ended:
+    done, epoch = batches["current"]["processed"], epochs["current"]["processed"]
+    ended = batches["is_last_batch"] and done == batches["current"]["ready"]
+    if epochs["current"]["started"] > epoch:  # inside an epoch
+        if ended:
+            done, epoch = 0, epoch + 1
+    elif done and not ended and epochs["current"]["ready"] == epoch:
         epoch -= 1  # max_steps ended the run within an epoch, which Lightning counts as processed
-    elif epochs["current"]["ready"] == epoch:
+    else:
         done = 0
-    elif ended:
-        done, epoch = 0, epoch + 1
+    finished = done // saved["accumulation"] * saved["accumulation"]
     places = done // saved["accumulation"] * accumulation  # updates done in the epoch, in places of today's ranks
-    for progress in (batches["current"], batches["total"]):
-        count = places if progress is batches["current"] else progress["ready"]
+    total = batches["total"]["processed"] - (done - finished)
+    for progress, count in ((batches["current"], places), (batches["total"], total)):
         progress.update(dict.fromkeys(("ready", "started", "processed", "completed"), count))
     batches["is_last_batch"] = False
     for progress in (epochs["current"], epochs["total"]):
-        progress.update({"ready": epoch, "started": epoch, "processed": epoch, "completed": epoch})
+        progress.update(dict.fromkeys(("ready", "started", "processed", "completed"), epoch))
         if done:
             progress.update({"ready": epoch + 1, "started": epoch + 1})
+    evaluated = fit_loop["epoch_loop.val_loop.batch_progress"]  # an evaluation cut short is not gone on with
+    for progress in (evaluated["current"], evaluated["total"]):
+        progress.update(dict.fromkeys(progress, 0))
     steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps
 
@@ -204,7 +219,8 @@ def use_current_settings(trainer: lightning.Trainer, groups: list[dict[str, Any]
         trainer: Its one optimizer and scheduler have been restored.
         groups: The parameter groups' settings as built from today's config.
     """
-    optimizer, scheduler = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
+    optimizer = trainer.optimizers[0]
+    scheduler: Any = trainer.lr_scheduler_configs[0].scheduler
     scheduler.base_lrs = [group["initial_lr"] for group in groups]
     for group, settings, factor in zip(optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True):
         group.update(settings)

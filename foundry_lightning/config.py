@@ -105,6 +105,7 @@ class _TrainingFields:
     project: str = field(default="foundry-lightning", kw_only=True)
     progress_bar: bool = field(default=True, kw_only=True)
     gradient_checkpointing: bool = field(default=False, kw_only=True)
+    on_nonfinite: str = field(default="raise", kw_only=True)
     trainer_kwargs: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
     def _check_training(self, checks: _Checks) -> None:
@@ -121,6 +122,7 @@ class _TrainingFields:
         checks.integer("save_every", low=0, action="0 switches saving during training off")
         checks.integer("log_every", low=1)
         checks.choice("log_backend", LOG_BACKENDS)
+        checks.choice("on_nonfinite", ("raise", "skip"))
         checks.integer("seed", low=0)
         checks.integer("num_nodes", low=1)
         checks.integer("num_workers", low=0)
@@ -171,6 +173,8 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         project: Project of the wandb logger.
         progress_bar: Whether a progress bar is shown.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
+        on_nonfinite: `raise` ends the run at an update whose loss or gradient is not finite, `skip` leaves it out
+            (it counts as a step; 20 in a row end the run). No weight changes either way.
         trainer_kwargs: Reach `lightning.Trainer` as they are and win over what the other fields say.
 
     Raises:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED_LABEL = -100
+_BLOCK_BYTES = 64 * 2**20
 _SMALLEST_NORM_PRODUCT = 1e-8
 
 
@@ -73,7 +74,7 @@ def vocabulary_loss(
     temperature: float = 2.0,
     num_shared_classes: int | None = None,
     with_accuracy: bool = False,
-    block_bytes: int = 64 * 2**20,
+    block_bytes: int | None = None,
 ) -> VocabularyLoss:
     """Compute ``mlm_weight · Σ CE + distill_weight · T² · Σ KL(teacher ‖ student)`` in one pass over blocks of rows.
 
@@ -92,7 +93,8 @@ def vocabulary_loss(
         num_shared_classes: KL compares the first so many classes (columns that only pad a vocabulary are cut); None
             where both models have equally many.
         with_accuracy: also count the rows whose best class is the label.
-        block_bytes: size of one block of float32 scores, in bytes.
+        block_bytes: size of one block of float32 scores, in bytes; None means 64 MiB, or as much as the weight's
+            gradient takes where that is needed and larger: fewer blocks save passes over it.
 
     Raises:
         ValueError: shapes do not fit, the teacher is missing, or ``temperature`` or ``num_shared_classes`` is out of
@@ -134,7 +136,8 @@ def cosine_loss(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(student, dim=-1) * torch.linalg.vector_norm(teacher, dim=-1)
     has_direction = norms > _SMALLEST_NORM_PRODUCT
     cosine = (student * teacher).sum(-1) / norms.where(has_direction, 1.0)
-    return (1 - cosine.where(has_direction, 0.0)).sum()
+    loss: Tensor = (1 - cosine.where(has_direction, 0.0)).sum()
+    return loss
 
 
 def mse_loss(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
@@ -178,7 +181,7 @@ def _shared_classes(student: Scored, teacher: Scored, num_shared_classes: int | 
         return fewest
     if not 1 <= num_shared_classes <= fewest:
         raise ValueError(
-            f"num_shared_classes must lie in [1, {fewest}], got {num_shared_classes}; it counts leading columns of both."
+            f"num_shared_classes must lie in [1, {fewest}], got {num_shared_classes}; it counts columns of both models."
         )
     return num_shared_classes
 
@@ -189,7 +192,7 @@ class _Terms(NamedTuple):
     temperature: float
     num_shared: int
     with_accuracy: bool
-    block_bytes: int
+    block_bytes: int | None
     grad_enabled: bool
 
     @property
@@ -262,7 +265,7 @@ class _BlockwiseLoss(torch.autograd.Function):
         ce_sum, kl_sum = (features.new_zeros((), dtype=student.dtype) for _ in range(2))
         num_correct = labels.new_zeros((), dtype=torch.int64)
         with torch.autocast(features.device.type, enabled=False):
-            for block in _blocks(features.shape[0], num_classes * student.dtype.itemsize, terms):
+            for block in _blocks(features, num_classes * student.dtype.itemsize, terms, needs_weight=needs[1]):
                 gradients.add_waiting()
                 ce, kl, correct, gradient = _block_loss(student, teacher, labels, block, terms, any(needs))
                 ce_sum, kl_sum, num_correct = ce_sum + ce, kl_sum + kl, num_correct + correct
@@ -300,12 +303,16 @@ class _BlockwiseLoss(torch.autograd.Function):
         return grad_features, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _blocks(rows: int, row_bytes: int, terms: _Terms) -> list[slice]:
-    """Cut the rows into equal blocks of at most ``block_bytes``; none where no term needs scores."""
+def _blocks(features: Tensor, row_bytes: int, terms: _Terms, *, needs_weight: bool) -> list[slice]:
+    """Cut the rows into equal blocks; none where no term needs scores."""
+    rows, width = features.shape
     if rows == 0 or not (terms.mlm_weight or terms.distill_weight or terms.with_accuracy):
         return []
-    num_blocks = -(-rows // max(1, terms.block_bytes // row_bytes))
-    size = -(-rows // num_blocks)
+    if terms.block_bytes is None:
+        largest = max(_BLOCK_BYTES // row_bytes, width if needs_weight else 1)
+    else:
+        largest = max(1, terms.block_bytes // row_bytes)
+    size = -(-rows // -(-rows // largest))
     return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
 

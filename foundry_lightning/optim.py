@@ -52,7 +52,9 @@ def adamw_with_schedule(
     groups = parameter_groups(modules, weight_decay=weight_decay)
     if not groups:
         raise ValueError("student has no trainable parameter; set requires_grad on what should be trained.")
-    fused = fused and all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for g in groups for p in g["params"])
+    fused = fused and all(
+        p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for g in groups for p in g["params"]
+    )
     optimizer = AdamW(groups, lr=learning_rate, fused=fused)
     factor = partial(lr_factor, total_steps=total_steps, warmup_steps=warmup_steps, schedule=schedule)
     scheduler = LambdaLR(optimizer, factor)

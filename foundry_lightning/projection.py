@@ -1,9 +1,9 @@
 """Scores at chosen positions of any masked language model, and a head that makes one of any encoder.
 
 A model computes scores ``[B, S, V]``, a loss needs R of the B · S places. Two projections with one interface:
-:class:`ScoredProjection` lets the model's own head see these R hidden states only and stops before the last product, which the loss
-then computes in blocks; :class:`PlainProjection` takes rows of the finished scores. :func:`find_projection` proves on the actual model
-which one may be used.
+:class:`ScoredProjection` lets the model's own head see these R hidden states only and stops before the last product,
+which the loss then computes in blocks; :class:`PlainProjection` takes rows of the finished scores.
+:func:`find_projection` proves on the actual model which one may be used.
 """
 
 import copy
@@ -47,15 +47,21 @@ class Projection(Protocol):
     reason: str
 
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor], *, positions: Tensor) -> Projected:
-        """Run ``model(**inputs)`` and score ``positions``, int64 ``[R]``, indices into the flattened B · S places; R may be 0."""
+        """Run ``model(**inputs)`` and score the positions.
+
+        Args:
+            model: the model this projection was found for.
+            inputs: its keyword arguments, without labels.
+            positions: int64 ``[R]``, indices into the flattened B · S places; R may be 0.
+        """
         ...
 
 
 class ScoredProjection:
     """Run the model's head at the chosen positions only, without its last product.
 
-    The call is ``model(**inputs)`` as a whole. For this call the body's output ``[B, S, D]`` is replaced by the chosen states
-    ``[1, R, D]``, and the last Linear returns its input.
+    The call is ``model(**inputs)`` as a whole. For this call the body's output ``[B, S, D]`` is replaced by the chosen
+    states ``[1, R, D]``, and the last Linear returns its input.
     """
 
     reason = "scored positions"
@@ -93,12 +99,12 @@ class PlainProjection:
 def find_projection(model: nn.Module) -> Projection:
     """Choose the projection of ``model`` by proof: a tiny forward both ways, with every bias of the head perturbed.
 
-    The model is left as it was: parameters, buffers, modes, hooks, gradients and the global generators. Whatever a model does in the
-    proof, an error included, leads to the plain projection, whose ``reason`` tells it.
+    The model is left as it was: parameters, buffers, modes, hooks, gradients and the global generators. Whatever a
+    model does in the proof, an error included, leads to the plain projection, whose ``reason`` tells it.
 
     Args:
-        model: any masked language model on its device, called as ``model(input_ids=…)``, that returns an object with ``.logits``, a tuple
-            that begins with the logits, or the logits.
+        model: any masked language model on its device, called as ``model(input_ids=…)``, that returns an object with
+            ``.logits``, a tuple that begins with the logits, or the logits.
     """
     body = _body_name(model)
     if body is None:
@@ -117,7 +123,7 @@ def output_vocab_size(model: nn.Module) -> int:
 
 
 def hidden_size(model: nn.Module) -> int:
-    """Measure D, the width of the last hidden states of ``model``'s body, by a tiny forward that leaves the model as it was.
+    """Measure D, the width of the body's last hidden states, by a tiny forward that leaves the model as it was.
 
     Raises:
         ValueError: the model has no ``base_model`` that it calls.
@@ -138,9 +144,11 @@ class WithMLMHead(nn.Module):
     The head and its initialisation (normal, std 0.02, biases zero) are BERT's: Devlin et al. 2018, "BERT", appendix A.
 
     Args:
-        encoder: a Hugging Face body (``AutoModel``) or any module that takes ``input_ids`` (and ``attention_mask``, where its forward
-            accepts one) and returns ``[B, S, D]``, a tuple that begins with it, or an object with ``.last_hidden_state``.
-        hidden_size: D; None reads the encoder's config (``hidden_size``, ``dim``, ``d_model``, ``n_embd``) or its attribute ``hidden_size``.
+        encoder: a Hugging Face body (``AutoModel``) or any module that takes ``input_ids`` (and ``attention_mask``,
+            where its forward accepts one) and returns ``[B, S, D]``, a tuple that begins with it, or an object with
+            ``.last_hidden_state``.
+        hidden_size: D; None reads the encoder's config (``hidden_size``, ``dim``, ``d_model``, ``n_embd``) or its
+            attribute ``hidden_size``.
         vocab_size: V; None reads the encoder's config or its input embedding.
         tie_weights: use the input embedding ``[V, D]`` as the last Linear's weight.
 
@@ -181,8 +189,8 @@ class WithMLMHead(nn.Module):
             shape = None if embedding is None else tuple(embedding.weight.shape)
             if embedding is None or shape != (classes, width):
                 raise ValueError(
-                    f"tie_weights needs an input embedding of shape ({classes}, {width}), got {shape}; set tie_weights=False or give the "
-                    "encoder a get_input_embeddings() that returns such an nn.Embedding."
+                    f"tie_weights needs an input embedding of shape ({classes}, {width}), got {shape}; set "
+                    "tie_weights=False or give the encoder a get_input_embeddings() that returns such an nn.Embedding."
                 )
             self.decoder.weight = embedding.weight
         self._takes_attention_mask = _accepts(encoder, "attention_mask")
@@ -236,9 +244,9 @@ def _encoder_width(encoder: nn.Module) -> int:
 
 
 def _input_embedding(encoder: nn.Module, vocab_size: int | None) -> nn.Embedding | None:
-    """The encoder's declared token embedding, else its only ``nn.Embedding`` (of ``vocab_size`` rows, where that is known)."""
-    if hasattr(encoder, "get_input_embeddings"):
-        embedding = encoder.get_input_embeddings()
+    """The encoder's declared token embedding, else its only ``nn.Embedding`` (of ``vocab_size`` rows, where known)."""
+    if callable(declared := getattr(encoder, "get_input_embeddings", None)):
+        embedding = declared()
         return embedding if isinstance(embedding, nn.Embedding) else None
     found = [
         module
@@ -261,8 +269,8 @@ def _logits(output: Any) -> Tensor:
         logits = output[0]
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"the model must return .logits, a tuple that begins with the logits, or a tensor, got {type(output).__name__}; "
-            "wrap a body without a head as WithMLMHead(encoder)."
+            "the model must return .logits, a tuple that begins with the logits, or a tensor, got "
+            f"{type(output).__name__}; wrap a body without a head as WithMLMHead(encoder)."
         )
     return logits
 
@@ -277,8 +285,8 @@ def _first(output: Any) -> Tensor:
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
         got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(output).__name__
         raise TypeError(
-            f"the encoder must return hidden states [B, S, D], a tuple that begins with them, or .last_hidden_state, got {got}; "
-            "wrap it in a module that does."
+            "the encoder must return hidden states [B, S, D], a tuple that begins with them, or .last_hidden_state, "
+            f"got {got}; wrap it in a module that does."
         )
     return hidden
 
@@ -383,7 +391,7 @@ def _prove(model: nn.Module, body: str) -> Projection:
 
     outputs: list[tuple[str, Tensor]] = []
     handles = [
-        module.register_forward_hook(lambda _, __, output, name=name: outputs.append((name, output)))  # type: ignore[misc]
+        module.register_forward_hook(lambda _, __, output, name=name: outputs.append((name, output)))
         for name, module in model.named_modules()
         if type(module) is nn.Linear and not name.startswith(f"{body}.")
     ]

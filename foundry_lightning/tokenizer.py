@@ -21,6 +21,9 @@ from foundry_lightning.data.sources import Source, open_source
 _SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 _SPECIALS = list(_SPECIAL_TOKENS.values())  # in the order of their ids, from 0
 
+# How the names of the files begin that tokenizers of transformers are saved in.
+_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "spm", "merges", "tekken")
+
 # Part of the cache key: raise it whenever training would give another tokenizer for the same arguments.
 _RULES = 1
 
@@ -291,9 +294,6 @@ def _check_room(vocab_size: int, required: int, kind: str) -> None:
             f"got {vocab_size}; give at least {required}"
             + ("." if kind == "bpe" else ", or kind='bpe', which needs 261 for any text.")
         )
-
-
-_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "spm", "merges", "tekken")
 
 
 def _trained_once(spec: Mapping[str, Any], source: Any) -> Any:

@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 
-from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, SaveEvery
+from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, SaveEvery, StopOnSignal
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, read_checkpoint
-from foundry_lightning.config import PRECISIONS, MLMConfig
+from foundry_lightning.config import PRECISIONS, DistilMLMConfig, EncoderDistillConfig, MLMConfig
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
 from foundry_lightning.modules.base import EncoderModule
+from foundry_lightning.modules.distil_mlm import DistilMLMLitModule
+from foundry_lightning.modules.encoder_distil import EncoderDistillLitModule
 from foundry_lightning.modules.mlm import MLMLitModule
+
 
 def build_logger(config: Any) -> Any:
     """The Lightning logger of `log_backend`; False for `none`.
@@ -127,8 +130,11 @@ class _Facade:
         ):
             raise ValueError(f"total_steps must be an integer of at least 1 or None, got {total_steps!r}.")
         limits = {"max_steps": total_steps, "max_epochs": None}
-        clash = [n for n in limits if total_steps is not None and self.config.trainer_kwargs.get(n, total_steps) not in (
-            total_steps, -1, None)]
+        clash = [
+            n
+            for n in limits
+            if total_steps is not None and self.config.trainer_kwargs.get(n, total_steps) not in (total_steps, -1, None)
+        ]
         if clash:
             raise ValueError(
                 f"total_steps={total_steps} and trainer_kwargs[{clash[0]!r}]={self.config.trainer_kwargs[clash[0]]} "
@@ -136,22 +142,33 @@ class _Facade:
             )
         if on_step is not None and not callable(on_step):
             raise TypeError(f"on_step must be a function of (global_step, loss), got {type(on_step).__name__}.")
-        data = MLMDataModule(
-            train=dataset, val=eval_dataset, shuffle=shuffle, num_workers=self.config.num_workers
-        )
+        data = MLMDataModule(train=dataset, val=eval_dataset, shuffle=shuffle, num_workers=self.config.num_workers)
         history = History(on_step)
-        callbacks: list[Callback] = [EvaluateEvery(self.config.eval_every if eval_dataset is not None else 0), history]
-        if self.config.save_every:
-            callbacks.append(SaveEvery(self.config.save_every, folder=self.config.save_dir))
+
+        def began(trainer: lightning.Trainer, _: Any = None) -> None:
+            self._trainer, self._resume = trainer, None
+
+        callbacks: list[Callback] = [
+            LambdaCallback(on_train_start=began),  # a run that is refused has not begun
+            EvaluateEvery(self.config.eval_every if eval_dataset is not None else 0),
+            history,
+        ]
+        saver = SaveEvery(self.config.save_every, folder=self.config.save_dir) if self.config.save_dir else None
+        stop = StopOnSignal(saver)
+        callbacks.append(stop)
+        if saver is not None and self.config.save_every:
+            callbacks.append(saver)
         trainer = build_trainer(
             self.config, callbacks=callbacks, total_steps=total_steps, logger=build_logger(self.config)
         )
-        self._trainer = trainer
         trainer.fit(self.module, datamodule=data, ckpt_path=self._resume, weights_only=True)
-        self._resume = None
+        began(trainer)
+        history.receive(trainer)
+        stop.receive(trainer)
         device = trainer.strategy.root_device
         self.module.to(device)
         self.student.eval()
+        stop.raise_if_stopped(trainer)
         return {"losses": history.losses, "eval_losses": history.eval_losses, "device": device.type}
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
@@ -168,7 +185,8 @@ class _Facade:
         self.module.to(trainer.strategy.root_device)
         self.student.train(was_training)
         values = trainer.callback_metrics
-        return {name.removeprefix("val/"): float(values[name]) for name in values if name.startswith("val/")}
+        names = ("loss", "mlm", "perplexity", "masked_accuracy")
+        return {name: float(values[f"val/{name}"]) for name in names if f"val/{name}" in values}
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Writes the folder that `AutoModelForMaskedLM` and `AutoTokenizer` load."""
@@ -185,13 +203,15 @@ class _Facade:
             path: A `.ckpt` file, or a folder that gets `checkpoint.ckpt`.
         """
         file = checkpoint_file(path)
-        if self._trainer is None:
+        if self._resume is not None:  # nothing was trained since
+            AtomicCheckpointIO().save_checkpoint(read_checkpoint(self._resume), file)
+        elif self._trainer is None:
             trainer = build_trainer(self.config, callbacks=[], total_steps=None, logger=False)
             trainer.strategy.connect(self.module)
             self.module.trainer = trainer
-            trainer.save_checkpoint(file)
+            trainer.save_checkpoint(file, weights_only=False)
         else:
-            self._trainer.save_checkpoint(file)
+            self._trainer.save_checkpoint(file, weights_only=False)
         return file
 
     def resume_from_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -225,4 +245,45 @@ class MLMTrainer(_Facade):
     def __init__(self, student: nn.Module, tokenizer: Any = None, config: MLMConfig | None = None) -> None:
         module = MLMLitModule(student, config=config, tokenizer=tokenizer)
         self.config: MLMConfig = module.config
+        self._start(module)
+
+
+class DistilMLMTrainer(_Facade):
+    """Distils a teacher into a student while it learns from the data (the DistilBERT objective).
+
+    Args:
+        student: A masked language model, trained in place.
+        teacher: A masked language model with the same vocabulary; it is frozen.
+        tokenizer: The tokenizer of both, or a folder or hub name; None: `config.mask_token_id` is required.
+        config: The settings.
+
+    Raises:
+        TypeError: student or teacher is no module.
+        ValueError: all that student, teacher, tokenizer and config show to be wrong.
+    """
+
+    def __init__(
+        self, student: nn.Module, teacher: nn.Module, tokenizer: Any = None, config: DistilMLMConfig | None = None
+    ) -> None:
+        module = DistilMLMLitModule(student, teacher, config=config, tokenizer=tokenizer)
+        self.config: DistilMLMConfig = module.config
+        self._start(module)
+
+
+class EncoderDistillTrainer(_Facade):
+    """Distils a teacher's hidden states into a student, token by token.
+
+    Args:
+        student: An encoder that returns `.last_hidden_state`, trained in place.
+        teacher: An encoder that returns `.last_hidden_state`; it is frozen.
+        config: The settings.
+
+    Raises:
+        TypeError: student or teacher is no module.
+        ValueError: a model without `.last_hidden_state`, or a problem of the config.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, config: EncoderDistillConfig | None = None) -> None:
+        module = EncoderDistillLitModule(student, teacher, config=config)
+        self.config: EncoderDistillConfig = module.config
         self._start(module)

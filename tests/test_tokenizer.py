@@ -97,6 +97,7 @@ def test_a_saved_folder_loads_with_auto_tokenizer_and_means_the_same(kind, tmp_p
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_vocabulary_keeps_to_its_size(kind):
     texts = [f"{a}{b}{c} {c}{b}{a}" for a in "abcdefghijklm" for b in "nopqrst" for c in "uvwxyzäöü"] * 2
+    texts += ["! ? ; : . , ( ) [ ] { } & % + = * # @"] * 9
     size = len(train_tokenizer(texts, vocab_size=300, kind=kind))
     assert size == 300 if kind != "unigram" else 100 < size <= 300  # unigram may run out of worthwhile pieces
 

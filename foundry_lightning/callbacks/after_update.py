@@ -36,13 +36,19 @@ class AfterUpdate(Callback):
         if not self._waiting:
             self.after_update(trainer, pl_module)
 
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Acts where an evaluation was due and there was nothing to evaluate."""
+        self._act(trainer, pl_module)
+
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Acts after the evaluation."""
         if not trainer.sanity_checking:
             self._act(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Acts where Lightning found nothing to evaluate."""
+        """The same, at an epoch's end."""
         self._act(trainer, pl_module)
 
     def _act(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:

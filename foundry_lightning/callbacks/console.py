@@ -20,7 +20,9 @@ from foundry_lightning.masking import permutation
 _SAMPLE = 10_000  # rows that stand for a larger source
 
 
-def unigram_loss(train: DataPipeline, val: DataPipeline, *, special_token_ids: tuple[int, ...], vocab_size: int) -> float:
+def unigram_loss(
+    train: DataPipeline, val: DataPipeline, *, special_token_ids: tuple[int, ...], vocab_size: int
+) -> float:
     """Cross-entropy in nats of the validation tokens under the training tokens' frequencies (add-one smoothing).
 
     What a model that ignores the context reaches; special tokens count on neither side. At most 10,000 rows are read.
@@ -32,7 +34,7 @@ def unigram_loss(train: DataPipeline, val: DataPipeline, *, special_token_ids: t
 
 
 def _token_counts(pipeline: DataPipeline, special: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    rows = pipeline.table.with_format("numpy")[: _SAMPLE]["input_ids"]
+    rows = pipeline.table.with_format("numpy")[:_SAMPLE]["input_ids"]
     counts = np.bincount(np.concatenate(list(rows)), minlength=vocab_size)
     counts[list(special)] = 0
     return counts
@@ -102,7 +104,9 @@ class ConsoleReport(AfterUpdate):
             return
         student = pl_module.student
         table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_row("student", f"{type(student).__name__}, {sum(p.numel() for p in student.parameters()):,} parameters")
+        table.add_row(
+            "student", f"{type(student).__name__}, {sum(p.numel() for p in student.parameters()):,} parameters"
+        )
         train, val = getattr(data, "train", None), getattr(data, "val", None)
         if isinstance(train, DataPipeline):
             table.add_row("data", train.source.description)

@@ -9,6 +9,7 @@ import lightning
 import torch
 
 from foundry_lightning.callbacks.after_update import AfterUpdate
+from foundry_lightning.callbacks.launched import received, send
 
 _FLUSH = 1000  # losses kept on the device before the host reads them
 
@@ -60,3 +61,18 @@ class History(AfterUpdate):
         if not trainer.sanity_checking and "val/loss" in trainer.callback_metrics:
             self.eval_losses[trainer.fit_loop.epoch_loop.global_step] = float(trainer.callback_metrics["val/loss"])
         super().on_validation_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Hands the results to the process that started the ranks."""
+        send(
+            trainer,
+            losses=self.losses,
+            eval_steps=list(self.eval_losses),
+            eval_losses=list(self.eval_losses.values()),
+        )
+
+    def receive(self, trainer: lightning.Trainer) -> None:
+        """Takes the results of rank 0, where it was a process of its own."""
+        if found := received(trainer, "losses", "eval_steps", "eval_losses"):
+            self._read = found[0]
+            self.eval_losses = {int(step): loss for step, loss in zip(found[1], found[2], strict=True)}

@@ -40,15 +40,16 @@ class SaveEvery(AfterUpdate, Checkpoint):
         """Saves now."""
         folder = self.folder(trainer)
         path = folder / f"step={trainer.global_step:08d}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
             self._point_newest_to(path)
-            for old in sorted(folder.glob("step=*.ckpt"))[: -self.keep]:
+            written = sorted(folder.glob("step=*.ckpt"), key=lambda file: (file.stat().st_mtime_ns, file.name))
+            for old in written[: -self.keep]:
                 old.unlink()
         trainer.strategy.barrier("SaveEvery")
 
     def _point_newest_to(self, path: Path) -> None:
-        partial = path.with_name(f".checkpoint.{os.getpid()}.partial")
+        partial = path.with_name(".checkpoint.ckpt.newest.partial")
         partial.unlink(missing_ok=True)
         try:
             os.link(path, partial)

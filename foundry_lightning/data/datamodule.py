@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import lightning
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 
+from foundry_lightning.checkpoint import changes
 from foundry_lightning.data.loader import Deal, WindowLoader
 from foundry_lightning.data.pipeline import Batch, DataPipeline, ReadyBatches, as_batches
 from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -68,7 +70,7 @@ class MLMDataModule(lightning.LightningDataModule):
         self._tokenizer_spec = tokenizer
         self.tokenizer: Any = None
         self.num_workers, self.shuffle, self._seed = num_workers, shuffle, seed
-        self._restored: dict[str, Any] | None = None
+        self._told_of_restart = False
 
     def prepare_data(self) -> None:
         """Trains a tokenizer where the settings ask for one (one process of a node; the others read it)."""
@@ -83,7 +85,9 @@ class MLMDataModule(lightning.LightningDataModule):
         """Loads the tokenizer; what needs the module's settings waits for `connect`."""
         self._load_tokenizer()
 
-    def connect(self, *, tokenizer: Any, word_ids: bool, pad_token_id: int, max_positions: int | None, num_ids: int | None) -> None:
+    def connect(
+        self, *, tokenizer: Any, word_ids: bool, pad_token_id: int, max_positions: int | None, num_ids: int | None
+    ) -> None:
         """Takes over what the module knows, tokenises, and checks data and model against each other.
 
         Args:
@@ -108,6 +112,7 @@ class MLMDataModule(lightning.LightningDataModule):
                 )
         if problems:
             raise ValueError("data: " + " ".join(problems))
+        self._check_stream()
         if self.val is not None and getattr(getattr(self.val, "source", None), "one_shot", False):
             raise ValueError(
                 "the validation source can be iterated once only, and every evaluation reads it; "
@@ -122,6 +127,22 @@ class MLMDataModule(lightning.LightningDataModule):
                     f"data: the {name} data hold the token id {largest}, the student embeds ids below {num_ids}; "
                     "use the tokenizer that belongs to the student."
                 )
+
+    def _check_stream(self) -> None:
+        """Refuses an iterator where it would be read twice, and says where shuffling has no effect."""
+        trainer, train = self.trainer, self.train
+        if trainer is None or trainer.state.fn != "fit" or not isinstance(train, DataPipeline) or not train.is_stream:
+            return
+        if self.shuffle and not train.shuffle_buffer:
+            rank_zero_warn("shuffle=True has no effect on a stream; set shuffle_buffer to permute blocks of rows.")
+        again = f"num_workers={self.num_workers}" if self.num_workers else ""
+        if trainer.max_steps == -1 and trainer.max_epochs != 1:
+            again = f"epochs={trainer.max_epochs}"
+        if train.source.one_shot and again:
+            raise ValueError(
+                f"the training source, {train.source.description}, can be read once and in one process only, got "
+                f"{again}; pass a callable that returns a new iterator."
+            )
 
     @property
     def seed(self) -> int:
@@ -139,8 +160,17 @@ class MLMDataModule(lightning.LightningDataModule):
 
     def _position(self) -> tuple[int, int]:
         """Where the run stands, by Lightning's own progress (the loader's count would run ahead)."""
-        assert self.trainer is not None
-        return self.trainer.current_epoch, self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        trainer = self.trainer
+        assert trainer is not None
+        epoch, place = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        is_again = epoch > 0 and place == 0 and trainer.max_steps != -1 and getattr(self.train, "is_stream", False)
+        if is_again and not self._told_of_restart:
+            self._told_of_restart = True
+            rank_zero_warn(
+                f"the stream ended after {trainer.global_step} updates, before the run's {trainer.max_steps}: "
+                f"epoch {epoch} reads it again."
+            )
+        return epoch, place
 
     def _loader(self, batches: DataPipeline | ReadyBatches | None, *, training: bool) -> WindowLoader:
         if batches is None:
@@ -179,18 +209,22 @@ class MLMDataModule(lightning.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What decides the order of the rows; checked when a run resumes."""
-        return self._order_settings()
+        return self.order_settings()
 
-    def _order_settings(self) -> dict[str, Any]:
-        assert self.train is not None
+    def order_settings(self) -> dict[str, Any]:
+        """What decides the order of the rows, by the name an error uses; empty without training data."""
+        train = self.train
+        if train is None:
+            return {}
+        tokenizer = train.tokenizer if self.tokenizer is None else self.tokenizer
         return {
-            "data": self.train.fingerprint(),
-            "tokenizer": None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer),
-            "batch_size": getattr(self.train, "batch_size", None),
-            "max_length": self.train.max_length,
-            "long_rows": getattr(self.train, "long_rows", None),
+            "data": train.fingerprint(),
+            "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            "batch_size": getattr(train, "batch_size", None),
+            "max_length": train.max_length,
+            "long_rows": getattr(train, "long_rows", None),
             "shuffle": self.shuffle,
-            "shuffle_buffer": getattr(self.train, "shuffle_buffer", None),
+            "shuffle_buffer": getattr(train, "shuffle_buffer", None),
             "order seed": self.seed,
         }
 
@@ -200,13 +234,10 @@ class MLMDataModule(lightning.LightningDataModule):
         Raises:
             ValueError: a setting of the order differs, named with both values.
         """
-        current = self._order_settings()
-        changed = [name for name, value in state_dict.items() if name in current and current[name] != value]
-        if changed:
+        changed = changes(state_dict, self.order_settings())
+        if changed and self.trainer is not None and self.trainer.state.fn == "fit":
             raise ValueError(
-                "resume: "
-                + "; ".join(f"{name} was {state_dict[name]!r} and is {current[name]!r} now" for name in changed)
-                + ". These decide the order of the rows and may not change in a run; restore them or start a new run."
+                f"checkpoint does not fit the data: {'; '.join(changed)}. Restore these, or start a new run."
             )
 
 

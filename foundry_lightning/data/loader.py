@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -38,11 +40,71 @@ class Deal:
         return -(-num_batches // self.num_ranks)
 
 
+_host_group: tuple[Any, Any] = (None, None)
+
+
+def host_group() -> Any:
+    """The process group that joins the hosts of all ranks: what it carries makes no device wait. A collective call."""
+    global _host_group
+    world = dist.group.WORLD
+    if _host_group[0] is not world:
+        _host_group = (world, dist.new_group(backend="gloo"))
+    return _host_group[1]
+
+
+class _Reading:
+    """The batch that each worker (without workers: this process) is reading, seen from all of them."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.numbers = torch.full((max(num_workers, 1),), -1).share_memory_()
+
+    def note(self, number: int) -> None:
+        """This worker begins to read a batch."""
+        worker = get_worker_info()
+        self.numbers[0 if worker is None else worker.id] = number
+
+    def explain(self, error: Exception, epoch: int) -> RuntimeError:
+        """The error of a worker that died, with the batches that were being read."""
+        numbers = sorted(number for number in self.numbers.tolist() if number >= 0)
+        return RuntimeError(
+            f"a data worker died while the batches {numbers} of epoch {epoch} were being read ({error}); "
+            "look at their rows, at the memory left, or set num_workers=0 to see the cause."
+        )
+
+
+@contextmanager
+def _named(number: int, epoch: int) -> Iterator[None]:
+    """Names the batch in an error of the user's source; errors that are sentences of ours stay as they are."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError):
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"batch {number} of epoch {epoch} could not be read ({error!r}); look at its rows."
+        ) from error
+
+
+def _outlive_signals(worker_id: int) -> None:
+    """Lets a worker serve the window that its rank finishes after a signal to the whole process group."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))
+
+
 class _SizedReader(MapDataset[Batch]):
     """Batch by local place; the order of places is the sampler's, so workers change nothing."""
 
-    def __init__(self, batches: DataPipeline | ReadyBatches, *, order: np.ndarray | None, deal: Deal, finish: Any):
-        self.batches, self.order, self.deal, self.finish = batches, order, deal, finish
+    def __init__(
+        self,
+        batches: DataPipeline | ReadyBatches,
+        *,
+        order: np.ndarray | None,
+        deal: Deal,
+        finish: _Finish,
+        reading: _Reading,
+    ) -> None:
+        self.batches, self.order, self.deal, self.finish, self.reading = batches, order, deal, finish, reading
         self.num_batches = batches.num_batches()
 
     def __len__(self) -> int:
@@ -51,25 +113,42 @@ class _SizedReader(MapDataset[Batch]):
     def __getitem__(self, place: int) -> Batch:
         number = place * self.deal.num_ranks + self.deal.rank
         exists = number < self.num_batches
-        return self.finish(number, self.batches.batch(number, self.order) if exists else None)  # type: ignore[no-any-return]
+        self.reading.note(number)
+        with _named(number, self.finish.epoch):
+            batch = self.batches.batch(number, self.order) if exists else None
+        return self.finish(number, batch)
 
 
 class _StreamReader(IterableDataset[Batch]):
     """The local places of a stream; worker w of W reads places w, w + W, …, which the loader takes in turn."""
 
-    def __init__(self, pipeline: DataPipeline, *, seed: int, epoch: int, start: int, deal: Deal, finish: Any):
+    def __init__(
+        self,
+        pipeline: DataPipeline,
+        *,
+        seed: int,
+        epoch: int,
+        start: int,
+        deal: Deal,
+        finish: _Finish,
+        reading: _Reading,
+    ) -> None:
         self.pipeline, self.seed, self.epoch, self.start = pipeline, seed, epoch, start
-        self.deal, self.finish = deal, finish
+        self.deal, self.finish, self.reading = deal, finish, reading
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         index, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         ranks = self.deal.num_ranks
         numbers = range((self.start + index) * ranks + self.deal.rank, sys.maxsize, workers * ranks)
-        for number, batch in self.pipeline.stream(
-            seed=self.seed, epoch=self.epoch, numbers=numbers, num_ranks=ranks
-        ):
-            yield self.finish(number, batch)
+        stream = self.pipeline.stream(seed=self.seed, epoch=self.epoch, numbers=numbers, num_ranks=ranks)
+        for number in numbers:
+            self.reading.note(number)
+            with _named(number, self.epoch):
+                found = next(stream, None)
+            if found is None:
+                return
+            yield self.finish(*found)
 
 
 @dataclass(frozen=True)
@@ -79,12 +158,18 @@ class _Finish:
     epoch: int
     count: Count | None
     filler_id: int
+    filler_width: int
 
     def __call__(self, number: int, batch: Batch | None) -> Batch:
         if batch is None:
-            row = torch.full((1, 8), self.filler_id)
-            batch = {"input_ids": row, "attention_mask": torch.ones_like(row), "row_ids": torch.zeros(1).long()}
-            counts = {name: 0 for name in self.count(batch, self.epoch)} if self.count else {}
+            row = torch.full((1, self.filler_width), self.filler_id)
+            batch = {
+                "input_ids": row,
+                "attention_mask": torch.ones_like(row),
+                "row_ids": torch.zeros(1).long(),
+                "word_ids": torch.full_like(row, -1),
+            }
+            counts = dict.fromkeys(self.count(batch, self.epoch), 0) if self.count else {}
             return {**batch, "info": {"epoch": self.epoch, "number": number, "filler": True, **counts}}
         counts = self.count(batch, self.epoch) if self.count else {}
         return {**batch, "info": {"epoch": self.epoch, "number": number, "filler": False, **counts}}
@@ -125,7 +210,6 @@ class WindowLoader:
         self.batches, self.deal, self.position = batches, deal, position
         self.shuffle, self.seed, self.count, self.filler_id = shuffle, seed, count, filler_id
         self.num_workers, self.pin_memory = num_workers, pin_memory
-        self._group: Any = None
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch.
@@ -137,35 +221,51 @@ class WindowLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         deal, (epoch, start) = self.deal(), self.position()
-        finish = _Finish(epoch=epoch, count=self.count, filler_id=self.filler_id)
+        width = min(8, self.batches.max_length)
+        finish = _Finish(epoch=epoch, count=self.count, filler_id=self.filler_id, filler_width=width)
+        reading = _Reading(self.num_workers)
         options: dict[str, Any] = {
             "batch_size": None,
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory,
+            "worker_init_fn": _outlive_signals,
         }
         if self.batches.is_stream:
             assert isinstance(self.batches, DataPipeline)
             stream = _StreamReader(
-                self.batches, seed=self.seed, epoch=epoch, start=start, deal=deal, finish=finish
+                self.batches, seed=self.seed, epoch=epoch, start=start, deal=deal, finish=finish, reading=reading
             )
             loader: DataLoader[Batch] = DataLoader(stream, **options)
         else:
             order = self.batches.order(seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-            reader = _SizedReader(self.batches, order=order, deal=deal, finish=finish)
+            reader = _SizedReader(self.batches, order=order, deal=deal, finish=finish, reading=reading)
             loader = DataLoader(reader, sampler=range(start, len(reader)), **options)
         batches = iter(loader)
-        while window := list(islice(batches, deal.accumulation)):
+        while True:
+            try:
+                window = list(islice(batches, deal.accumulation))
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error).split("\n")[0] or "Caught" in str(error):
+                    raise
+                raise reading.explain(error, epoch) from error
+            if not window:
+                return
             if self.count is not None:
                 self._attach_totals(window, deal)
             yield from window
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: Lightning's progress says where the run stands; without a state it warns of unreliable results."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to do."""
 
     def _attach_totals(self, window: list[Batch], deal: Deal) -> None:
         names = [name for name in window[0]["info"] if name.startswith("num_")]
         totals = torch.tensor([sum(batch["info"][name] for batch in window) for name in names])
         if deal.num_ranks > 1:
-            if self._group is None:
-                self._group = dist.new_group(backend="gloo")  # on the host: the device never waits for a count
-            dist.all_reduce(totals, group=self._group)
+            dist.all_reduce(totals, group=host_group())
         for batch in window:
             batch["info"]["window"] = dict(zip(names, totals.tolist(), strict=True))
             batch["info"]["undo"] = deal.accumulation * deal.num_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -155,14 +156,15 @@ class DataPipeline:
             problems.append(f"long_rows must be 'truncate' or 'split', got {long_rows!r}.")
         if problems:
             raise ValueError("DataPipeline: " + " ".join(problems))
-        self.source = source if isinstance(source, Source) else open_source(
-            source, text_column=text_column, split_txt=split_txt
+        self.source = (
+            source if isinstance(source, Source) else open_source(source, text_column=text_column, split_txt=split_txt)
         )
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, source=self.source)
         self.batch_size, self.max_length, self.shuffle_buffer = batch_size, max_length, shuffle_buffer
         self.long_rows, self.seed, self._pad = long_rows, seed, pad_token_id
         self.word_ids = False
         self._table: Dataset | None = None
+        self._fingerprint: str | None = None
 
     @property
     def is_stream(self) -> bool:
@@ -193,20 +195,20 @@ class DataPipeline:
             self._pad = pad_token_id
         if word_ids != self.word_ids:
             self.word_ids, self._table = word_ids, None
+        self._fingerprint = None
 
     @property
     def _rows(self) -> TokenRows:
-        return TokenRows(
-            self.tokenizer, max_length=self.max_length, long_rows=self.long_rows, word_ids=self.word_ids
-        )
+        return TokenRows(self.tokenizer, max_length=self.max_length, long_rows=self.long_rows, word_ids=self.word_ids)
 
     def fingerprint(self) -> str | None:
-        """Stable name of the tokenised rows; None for streams."""
-        content = self.source.fingerprint()
-        if content is None:
-            return None
-        tokenizer = None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
-        return str(Hasher.hash([content, tokenizer, self.max_length, self.long_rows, self.word_ids, 1]))
+        """Stable name of the tokenised rows, computed once: each checkpoint holds it; None for streams."""
+        if self._fingerprint is None and not self.is_stream:
+            content = self.source.fingerprint()
+            tokenizer = None if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer)
+            rows = [content, tokenizer, self.max_length, self.long_rows, self.word_ids, 1]
+            self._fingerprint = str(Hasher.hash(rows))
+        return self._fingerprint
 
     @property
     def table(self) -> Dataset:
@@ -330,6 +332,7 @@ class DataPipeline:
         """(place, (row number, text or row)) in this epoch's order, from the block in which place `start` lies."""
         block_size = self.shuffle_buffer or 1
         first = start // block_size * block_size
+        entries: Iterator[tuple[int, Any]]
         if self.long_rows == "split":
             rows = (row for chunk in self._rows.chunks(self.source) for row in chunk)
             entries = islice(((row["row_id"], row) for row in rows), first, None)
@@ -418,7 +421,12 @@ class ReadyBatches:
 
     def fingerprint(self) -> str:
         """Stable name of the content."""
-        return str(Hasher.hash([batch["input_ids"].numpy().tobytes() for batch in self.batches]))
+        digest = hashlib.sha256()
+        for batch in self.batches:
+            for name, values in batch.items():
+                digest.update(f"{name}{tuple(values.shape)}".encode())
+                digest.update(values.numpy().tobytes())
+        return digest.hexdigest()
 
     def largest_id(self) -> int:
         """The largest token id."""
@@ -470,7 +478,9 @@ def _ready_batch(batch: Any, number: int) -> Batch:
         if entries.get(name) is None:
             continue
         try:
-            tensor = torch.as_tensor(np.asarray(entries[name]) if not isinstance(entries[name], Tensor) else entries[name])
+            tensor = torch.as_tensor(
+                np.asarray(entries[name]) if not isinstance(entries[name], Tensor) else entries[name]
+            )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}[{name!r}] must be a rectangular array of integers ({error}).") from error
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -498,4 +508,3 @@ def _to_arrow(rows: list[dict[str, Any]]) -> pa.Table:
             offsets = np.concatenate([[0], np.cumsum([len(row[name]) for row in rows])])
             columns[name] = pa.LargeListArray.from_arrays(offsets.astype(np.int64), pa.array(values, pa.int32()))
     return pa.table(columns)
-

@@ -8,12 +8,15 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from foundry_lightning import checkpoint as ckpt
+from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.masking import batch_seed
 from foundry_lightning.optim import adamw_with_schedule
+from foundry_lightning.projection import PlainProjection, ScoredProjection
 from foundry_lightning.students import StudentRecipe
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -49,7 +52,9 @@ class EncoderModule(lightning.LightningModule):
         self.student: nn.Module | None = student if isinstance(student, nn.Module) else None  # type: ignore[assignment]
         self._recipe = student if isinstance(student, StudentRecipe) else None
         self.by_facade = False
-        self._window: dict[str, Any] = {"step": -1, "sums": {}, "batches": []}
+        self._window: dict[str, Any] = {"step": -1, "sums": {}}
+        self._guard = FiniteGuard(skip=config.on_nonfinite == "skip")
+        self._unreached: list[nn.Parameter] = []
         self._metrics: tuple[int, dict[str, float]] | None = None
         self._built_groups: list[dict[str, Any]] | None = None
         self._told: set[str] = set()
@@ -58,7 +63,7 @@ class EncoderModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         """Builds the student where it is a recipe, checks everything together, and connects the data."""
-        data = getattr(self.trainer, "datamodule", None)
+        data = getattr(self._trainer, "datamodule", None)  # load_from_checkpoint calls this without a trainer
         if self.tokenizer is None:
             self.tokenizer = getattr(data, "tokenizer", None)
         self.prepare()
@@ -66,12 +71,71 @@ class EncoderModule(lightning.LightningModule):
             self.connect_data(data)
         if not self.by_facade:
             self._say_what_the_trainer_owns()
+        self._fit_to_strategy()
         if getattr(self.config, "gradient_checkpointing", False):
             if not hasattr(self.student, "gradient_checkpointing_enable"):
                 raise ValueError(
                     f"gradient_checkpointing=True needs a Hugging Face model, got {type(self.student).__name__}."
                 )
             self.student.gradient_checkpointing_enable()
+
+    def _fit_to_strategy(self) -> None:
+        """Leaves out of DDP what no loss reaches, and projects plainly where a strategy shards the weights."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+            for name, value in list(vars(self).items()):
+                if isinstance(value, ScoredProjection):
+                    setattr(self, name, PlainProjection(value.body, f"plain scores: {type(strategy).__name__}"))
+            self.say_once(
+                f"{type(strategy).__name__} may shard weights: all places are scored, not the masked ones only."
+            )
+        elif self.trainer.world_size > 1 and self.trainer.state.fn == "fit":
+            if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("find_unused_parameters"):
+                return
+            unreached = self._parameters_without_gradient()
+            # DDP waits for the gradient of every parameter it finds trainable when it wraps the model
+            self._unreached = list(unreached.values())
+            for parameter in self._unreached:
+                parameter.requires_grad_(False)
+            if unreached:
+                self.say_once(f"no loss reaches these parameters, they stay as they are: {', '.join(unreached)}.")
+
+    def _parameters_without_gradient(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters that a step on a few ordinary tokens gives no gradient; changes nothing."""
+        assert self.student is not None
+        named = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        masking = getattr(self, "masking", None)
+        special = set(getattr(masking, "special_token_ids", ()))
+        num_ids = getattr(masking, "vocab_size", None) or num_embeddings(self.student) or 2
+        device = next(iter(named.values())).device if named else torch.device("cpu")
+        ids = [i for i in range(num_ids) if i not in special][: min(8, max_positions(self.student) or 8)]
+        input_ids = torch.tensor([ids])
+        batch: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": torch.ones_like(input_ids),
+            "row_ids": torch.zeros(1, dtype=torch.int64),
+            "word_ids": torch.arange(len(ids)).unsqueeze(0),
+        }
+        counts = self.counter(batch, 0)
+        batch = {name: value.to(device) for name, value in batch.items()}
+        batch["info"] = {"epoch": 0, "number": 0, "filler": False, **counts}
+        modes = {module: module.training for module in self.modules()}
+        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        devices = [device.index or 0] if device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices), torch.enable_grad():
+                self.student.train()
+                output: Any = self.training_step(batch, 0)
+                gradients = torch.autograd.grad(output["loss"], list(named.values()), allow_unused=True)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            self._window = {"step": -1, "sums": {}}
+            self._guard.begin_window()
+        return {name: p for (name, p), g in zip(named.items(), gradients, strict=True) if g is None}
 
     def prepare(self) -> None:
         """Checks student, tokenizer and config together; idempotent."""
@@ -169,7 +233,8 @@ class EncoderModule(lightning.LightningModule):
         """Puts the student into train mode and lets today's rate and decay rule after a resume."""
         assert self.student is not None
         self.student.train()
-        self._window, self._metrics = {"step": -1, "sums": {}, "batches": []}, None
+        self._window, self._metrics = {"step": -1, "sums": {}}, None
+        self._guard = FiniteGuard(skip=self.config.on_nonfinite == "skip")
         if self._built_groups is not None:
             ckpt.use_current_settings(self.trainer, self._built_groups)
 
@@ -197,8 +262,8 @@ class EncoderModule(lightning.LightningModule):
         """
         info, window = batch["info"], self._window
         if window["step"] != self.trainer.global_step:
-            window.update(step=self.trainer.global_step, sums={}, batches=[])
-        window["batches"].append((info["epoch"], info["number"], batch["row_ids"]))
+            window.update(step=self.trainer.global_step, sums={})
+            self._guard.begin_window()
         # without window totals each batch is one of equal shares
         share = 1.0 / (self.trainer.accumulate_grad_batches * self.trainer.world_size)
         batch_loss = torch.zeros((), device=loss.device)
@@ -208,7 +273,9 @@ class EncoderModule(lightning.LightningModule):
             window["sums"][name] = window["sums"].get(name, 0) + part
             window["sums"]["loss"] = window["sums"].get("loss", 0) + weight * part
             batch_loss = batch_loss + weight * mean
-        return {"loss": loss, "batch_loss": batch_loss}
+        self._guard.keep(batch, batch_loss)
+        # times one: a loss that is not finite makes its gradient so, on every rank, and the guard reads the gradient
+        return {"loss": loss * (1 + 0 * loss.detach()), "batch_loss": batch_loss}
 
     def window_metrics(self) -> dict[str, float]:
         """Means of the last finished window over all ranks (a collective call; the host waits for the device)."""
@@ -232,13 +299,33 @@ class EncoderModule(lightning.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the window's means where a log is due, with `step` = updates done."""
         step = self.trainer.global_step
-        if step == self._window["step"] or not (
-            step % self.trainer.log_every_n_steps == 0 or self.is_last_update()
-        ):
+        if step == self._window["step"] or not (step % self.trainer.log_every_n_steps == 0 or self.is_last_update()):
             return
         metrics = {f"train/{name}": value for name, value in self.window_metrics().items()}
         self.log_dict({**metrics, "step": float(step)}, on_step=True, on_epoch=False)
         self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, on_step=True, on_epoch=False)
+
+    def on_train_end(self) -> None:
+        """Says how many updates were left out."""
+        if self._guard.num_refused:
+            rank_zero_warn(
+                f"{self._guard.num_refused} updates of this run were left out: loss or gradient was not finite."
+            )
+
+    def log_validation(self, means: dict[str, Tensor]) -> None:
+        """Logs the means of an evaluation and the perplexity, exp(mlm)."""
+        if "mlm" in means:
+            means = {**means, "perplexity": means["mlm"].exp()}
+        values = {f"val/{name}": value.float() for name, value in means.items()}
+        self.log_dict({**values, "step": float(self.trainer.fit_loop.epoch_loop.global_step)})
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """The same as `validation_step`."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """The same as after validation."""
+        self.on_validation_epoch_end()
 
     def configure_gradient_clipping(
         self,
@@ -249,31 +336,30 @@ class EncoderModule(lightning.LightningModule):
         """Clips by the global norm as the Trainer asks, and refuses an update whose gradient is not finite.
 
         Raises:
-            FloatingPointError: the norm is NaN or infinite (float16: 20 times in a row); no weight has changed.
+            FloatingPointError: the norm is NaN or infinite (20 times in a row where `on_nonfinite` is `skip`, or under
+                float16); no weight has changed.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+        sharded = not isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+        if sharded:
+            norm = self.trainer.strategy.reduce(norm, reduce_op="sum")
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm") and not sharded:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
         elif gradient_clip_val:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        finite = bool(torch.isfinite(norm))  # the one host read of an update
-        scaled = self.trainer.precision == "16-mixed"
-        self._overflows = 0 if finite else getattr(self, "_overflows", 0) + 1
-        if finite or (scaled and self._overflows < 20):
-            return
-        step = self.trainer.global_step + 1
-        rows = [row for _, _, row_ids in self._window["batches"] for row in row_ids.flatten().tolist()]
-        raise FloatingPointError(
-            f"gradient of update {step} is not finite (rows {rows[:20]}{'…' if len(rows) > 20 else ''}), "
-            + ("20 times in a row; " if scaled else "")
-            + "no weight was changed; lower learning_rate, or look at these rows."
-        )
+        if bool(torch.isfinite(norm)):  # the one host read of an update
+            self._guard.accept()
+        else:
+            self._guard.refuse(self, optimizer)
 
     def configure_optimizers(self) -> Any:
         """AdamW and the schedule over the run's updates."""
-        total = self.trainer.estimated_stepping_batches
+        for parameter in self._unreached:  # DDP has wrapped the model; the optimizer's groups are those of one rank
+            parameter.requires_grad_(True)
+        self._unreached = []
+        total = self._num_updates()
         if total == float("inf"):
             if self.config.lr_scheduler != "constant":
                 raise ValueError(
@@ -300,6 +386,15 @@ class EncoderModule(lightning.LightningModule):
             for group in built["optimizer"].param_groups
         ]
         return built
+
+    def _num_updates(self) -> float:
+        """Updates of the run; infinite where nothing says how many."""
+        trainer = self.trainer
+        train = getattr(getattr(trainer, "datamodule", None), "train", None)
+        if getattr(train, "is_stream", False):  # Lightning's estimate would read it, before a resume sets the position
+            return float("inf") if trainer.max_steps == -1 else trainer.max_steps
+        total = trainer.estimated_stepping_batches
+        return float("inf") if total < 0 else total
 
     def trained_modules(self) -> list[nn.Module]:
         """The modules whose parameters the optimizer updates."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,29 +35,44 @@ class Counter:
 
 
 class TokenMean(Metric):
-    """Means over masked tokens: sums and one division at the end, over all batches and ranks.
+    """Means over tokens: sums and one division at the end, over all batches and ranks.
 
     Args:
-        terms: Names of the sums; each is divided by the number of masked tokens.
+        terms: term -> name of the count that divides its sum.
     """
 
     full_state_update = False
 
-    def __init__(self, *terms: str) -> None:
+    def __init__(self, **terms: str) -> None:
         super().__init__()
         self.terms = terms
-        for name in (*terms, "count"):
+        for name in dict.fromkeys((*terms, *terms.values())):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, count: int, **sums: Tensor) -> None:
-        """Adds the sums of a batch of `count` masked tokens."""
-        self.count += count
-        for name in self.terms:
-            setattr(self, name, getattr(self, name) + sums[name])
+    def update(self, counts: Mapping[str, Any], **sums: Tensor) -> None:
+        """Adds the sums of a batch and the counts that go with them."""
+        for name in set(self.terms.values()):
+            setattr(self, name, getattr(self, name) + counts[name])
+        for name, value in sums.items():
+            setattr(self, name, getattr(self, name) + value)
 
     def compute(self) -> dict[str, Tensor]:
-        """The means; 0 where nothing was masked."""
-        return {name: getattr(self, name) / self.count.clamp(min=1) for name in self.terms}
+        """The means; 0 where nothing was counted."""
+        return {name: getattr(self, name) / getattr(self, count).clamp(min=1) for name, count in self.terms.items()}
+
+
+class Objective(NamedTuple):
+    """A batch's loss and what it is made of.
+
+    Attributes:
+        total: Scalar, differentiable, each term already divided by its window's count.
+        terms: name -> (sum over places, name of the count that divides it, weight in the total).
+        num_correct: Masked tokens whose best guess is right; counted in evaluations only.
+    """
+
+    total: Tensor
+    terms: dict[str, tuple[Tensor, str, float]]
+    num_correct: Tensor
 
 
 class MLMLitModule(EncoderModule):
@@ -82,12 +97,11 @@ class MLMLitModule(EncoderModule):
         self, student: nn.Module | StudentRecipe, *, config: MLMConfig | None = None, tokenizer: Any = None
     ) -> None:
         config = config_from(config, self.config_class)
-        super().__init__(
-            student, config=config, tokenizer=None if tokenizer is None else load_tokenizer(tokenizer)
-        )
+        super().__init__(student, config=config, tokenizer=None if tokenizer is None else load_tokenizer(tokenizer))
         self.masking: Masking | None = None
         self.projection: Any = None
-        self.val_metric = TokenMean("mlm", "masked_accuracy")
+        self.val_metric = TokenMean(mlm="num_masked", masked_accuracy="num_masked")
+        self._weights: dict[str, float] = {}
 
     def prepare(self) -> None:
         """Finds the ids of masking and the projection of the scored positions.
@@ -122,42 +136,35 @@ class MLMLitModule(EncoderModule):
             weight=weight,
         )
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """Cross-entropy over the masked tokens."""
+    def objective(self, batch: Mapping[str, Any], *, evaluating: bool = False) -> Objective:
+        """Mask, score the masked tokens, take the cross-entropy."""
         masked = self.mask(batch)
         inputs = {**self.inputs(batch), "input_ids": masked.input_ids}
         student = self.projection(self.student, inputs, positions=masked.positions)
-        loss = vocabulary_loss(student.scored, labels=masked.labels, mlm_weight=masked.weight)
-        return self.record(batch, loss.total, {"mlm": (loss.ce_sum, "num_masked", 1.0)})
+        loss = vocabulary_loss(
+            student.scored, labels=masked.labels, mlm_weight=masked.weight, with_accuracy=evaluating
+        )
+        return Objective(loss.total, {"mlm": (loss.ce_sum, "num_masked", 1.0)}, loss.num_correct)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """The objective of a batch; its sums join those of the window."""
+        loss = self.objective(batch)
+        return self.record(batch, loss.total, loss.terms)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Sums over the masked tokens, the same ones at every evaluation."""
-        masked = self.mask(batch)
-        inputs = {**self.inputs(batch), "input_ids": masked.input_ids}
-        student = self.projection(self.student, inputs, positions=masked.positions)
-        loss = vocabulary_loss(student.scored, labels=masked.labels, with_accuracy=True)
-        self.val_metric.update(batch["info"]["num_masked"], mlm=loss.ce_sum, masked_accuracy=loss.num_correct)
+        """Sums over the same tokens at every evaluation."""
+        loss = self.objective(batch, evaluating=True)
+        self._weights = {name: weight for name, (_, _, weight) in loss.terms.items()}
+        sums = {name: total for name, (total, _, _) in loss.terms.items()}
+        self.val_metric.update(batch["info"], masked_accuracy=loss.num_correct, **sums)
 
     def on_validation_epoch_end(self) -> None:
-        """`val/loss`, `val/mlm`, `val/perplexity`, `val/masked_accuracy`."""
+        """`val/loss` (the weighted total), its terms, `val/perplexity`, `val/masked_accuracy`."""
         means = self.val_metric.compute()
         self.val_metric.reset()
-        self.log_validation({**means, "loss": means["mlm"]})
-
-    def log_validation(self, means: dict[str, Tensor]) -> None:
-        """Logs the means of an evaluation and the perplexity, exp(mlm)."""
-        if "mlm" in means:
-            means = {**means, "perplexity": means["mlm"].exp()}
-        values = {f"val/{name}": value.float() for name, value in means.items()}
-        self.log_dict({**values, "step": float(self.trainer.fit_loop.epoch_loop.global_step)})
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """The same as `validation_step`."""
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_end(self) -> None:
-        """The same as after validation."""
-        self.on_validation_epoch_end()
+        weights = {"mlm": 1.0} if not self._weights else self._weights
+        kept = {name: value for name, value in means.items() if name in (*weights, "masked_accuracy")}
+        self.log_validation({"loss": sum(weights[name] * means[name] for name in weights), **kept})
 
     def predict_step(self, batch: Any, batch_idx: int, top_k: int = 5) -> list[list[list[tuple[str, float]]]]:
         """Fills the blanks of texts: for each text and each mask token in it, the likeliest tokens.

@@ -1,0 +1,93 @@
+"""The frozen model that a student learns from, and the projection between their widths."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry_lightning.modules.base import EncoderModule
+from foundry_lightning.students import StudentRecipe
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WithTeacher(EncoderModule):
+    """A module with a teacher: frozen, in eval mode always, in no parameter group and no checkpoint."""
+
+    def set_teacher(self, teacher: nn.Module | StudentRecipe) -> None:
+        """Takes the teacher, or a recipe (`FromPretrained`) that loads it later; called once, in `__init__`.
+
+        Raises:
+            TypeError: it is neither.
+            ValueError: it is the student itself.
+        """
+        if not isinstance(teacher, (nn.Module, StudentRecipe)):
+            raise TypeError(
+                f"teacher must be a torch.nn.Module or a recipe such as FromPretrained, got {type(teacher).__name__}."
+            )
+        if teacher is self.student:
+            raise ValueError("teacher and student must be two models, got the same one; copy it with copy.deepcopy.")
+        self.teacher: nn.Module | None = None
+        self.projector: nn.Linear | None = None
+        self._teacher_recipe = teacher if isinstance(teacher, StudentRecipe) else None
+        if isinstance(teacher, nn.Module):
+            self._take_teacher(teacher)
+
+    def _take_teacher(self, teacher: nn.Module) -> None:
+        dtype = _DTYPES[self.config.teacher_dtype]
+        if any(p.is_floating_point() and p.dtype != dtype for p in teacher.parameters()):
+            teacher = copy.deepcopy(teacher).to(dtype)  # the caller's own model keeps its type
+        self.teacher = teacher.requires_grad_(False).eval()
+
+    def build_teacher(self) -> nn.Module:
+        """The teacher, loaded from its recipe at the first call."""
+        if self.teacher is None:
+            assert self._teacher_recipe is not None
+            self._take_teacher(self._teacher_recipe.build(self.tokenizer))
+        assert self.teacher is not None
+        return self.teacher
+
+    def train(self, mode: bool = True) -> WithTeacher:
+        """Sets the mode of all but the teacher, which stays in eval mode."""
+        super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
+        return self
+
+    def build_projector(self, student_width: int, teacher_width: int) -> None:
+        """`Linear(D, E, bias=False)` where the widths differ, drawn under the config's seed."""
+        if student_width != teacher_width and self.projector is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(self.config.seed)
+                self.projector = nn.Linear(student_width, teacher_width, bias=False, device="cpu")
+            self.projector.to(next(self.build_student().parameters()).device)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """`[N, D]` -> `[N, E]`, the student's states in the teacher's width."""
+        return hidden if self.projector is None else self.projector(hidden)
+
+    def trained_modules(self) -> list[nn.Module]:
+        """Student and projector."""
+        return [*super().trained_modules(), *([] if self.projector is None else [self.projector])]
+
+
+def differing_ids(tokenizer: Any, teacher: nn.Module) -> str | None:
+    """How the teacher's own tokenizer, where its folder has one, disagrees with the student's; None: it does not."""
+    folder = Path(str(getattr(getattr(teacher, "config", None), "_name_or_path", "") or ""))
+    if tokenizer is None or not folder.name or not (folder / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    own, others = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(folder).get_vocab()
+    differing = sorted(token for token in own if others.get(token) != own[token])
+    if not differing:
+        return None
+    token = differing[0]
+    return (
+        f"{len(differing)} of {len(own)} tokens have another id in the teacher's tokenizer, such as {token!r}: "
+        f"{own[token]} here and {others.get(token, 'none')} there; distil with the teacher's tokenizer."
+    )
