@@ -1,5 +1,6 @@
 """Pretrain your own encoder from raw text, or distil one from a teacher, with PyTorch Lightning."""
 
+from foundry_lightning.cli import from_yaml
 from foundry_lightning.config import DistilMLMConfig, EncoderDistillConfig, MLMConfig
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.data.pipeline import DataPipeline
@@ -31,6 +32,7 @@ __all__ = [
     "MaskedBatch",
     "WarmStart",
     "WithMLMHead",
+    "from_yaml",
     "mask_tokens",
     "warm_start_student",
 ]

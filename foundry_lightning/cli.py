@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ import lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from foundry_lightning.callbacks import NEVER, EvaluateEvery, SaveEvery
+from foundry_lightning.callbacks import NEVER, EvaluateEvery, SaveEvery, StopOnSignal
 from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, read_checkpoint
 from foundry_lightning.data.datamodule import MLMDataModule
@@ -42,7 +44,11 @@ class _SaveConfig(SaveConfigCallback):
         if stage == "fit" and trainer.is_global_zero and not self.already_saved:
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            self.parser.save(self.config, str(folder / "config.yaml"), skip_none=False, overwrite=True, multifile=False)
+            config = self.config.clone()
+            config.resume = False
+            if "ckpt_path" in config:
+                config.ckpt_path = None
+            self.parser.save(config, str(folder / "config.yaml"), overwrite=True, multifile=False)
             self.already_saved = True
 
 
@@ -50,6 +56,7 @@ class FoundryCLI(LightningCLI):
     """LightningCLI with run folders, checkpoints and evaluation counted in updates, and an export at the end."""
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
+        self._stop = StopOnSignal()
         super().__init__(
             EncoderModule,
             MLMDataModule,
@@ -86,37 +93,29 @@ class FoundryCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Decides the run folder, and the checkpoint where none is named."""
-        if self.subcommand is None:
-            return
-        config = self.config[self.subcommand]
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
         self.run_root = Path(config.runs_dir) / config.run_name
-        if self.subcommand == "fit":
-            folder = self._fit_folder(config)
-        else:
-            newest = self._newest_run()
-            if config.ckpt_path is None:
-                if newest is None:
-                    raise FileNotFoundError(
-                        f"{self.run_root} holds no checkpoint; run fit first, or give --ckpt_path or --run_name."
-                    )
-                config.ckpt_path = str(newest / "checkpoint.ckpt")
-            folder = Path(config.ckpt_path).parent
-        if config.ckpt_path is not None:
-            config.ckpt_path = str(checkpoint_file(config.ckpt_path))
-            read_checkpoint(config.ckpt_path)
-        if config.trainer.default_root_dir is None:
-            config.trainer.default_root_dir = str(folder)
-
-    def _fit_folder(self, config: Any) -> Path:
-        if config.resume and config.ckpt_path is None:
+        if self.subcommand is None:
+            self.run_folder = self._new_folder()
+            return
+        if config.ckpt_path is None and (config.resume or self.subcommand != "fit"):
             newest = self._newest_run()
             if newest is None:
-                raise FileNotFoundError(f"{self.run_root} holds no checkpoint to resume; leave --resume out.")
-            config.ckpt_path = str(newest / "checkpoint.ckpt")
-        if config.ckpt_path is not None:
-            folder = checkpoint_file(config.ckpt_path).resolve().parent
-            if folder.parent == self.run_root.resolve():
-                return self.run_root / folder.name
+                raise FileNotFoundError(
+                    f"{self.run_root} holds no checkpoint to {'resume' if self.subcommand == 'fit' else 'load'}; "
+                    "run fit first, or give --ckpt_path or --run_name."
+                )
+            config.ckpt_path = str(newest)
+        if config.ckpt_path is None:
+            self.run_folder = self._new_folder()
+            return
+        file = checkpoint_file(config.ckpt_path)
+        config.ckpt_path = str(file)
+        read_checkpoint(file)
+        in_a_run = file.resolve().parent.parent == self.run_root.resolve()
+        self.run_folder = file.parent if in_a_run or self.subcommand != "fit" else self._new_folder()
+
+    def _new_folder(self) -> Path:
         # processes that Lightning starts on this node run this code again and must find the same folder
         known = os.environ.get("FOUNDRY_LIGHTNING_RUN_FOLDER")
         if known is not None and os.environ.get("LOCAL_RANK", "0") != "0":
@@ -141,33 +140,40 @@ class FoundryCLI(LightningCLI):
         plugins = plugins if isinstance(plugins, list) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             kwargs["plugins"] = [*plugins, AtomicCheckpointIO()]
-        fit = self.subcommand == "fit"
+        fit = self.subcommand in (None, "fit")
+        if trainer.get("default_root_dir") is None:
+            kwargs["default_root_dir"] = str(self.run_folder)
+        else:
+            self.run_folder = Path(trainer.default_root_dir)
         if trainer.get("logger") in (None, True):
-            kwargs["logger"] = fit and CSVLogger(trainer.default_root_dir, name="", version="")
-        if self.subcommand == "predict":
-            kwargs["callbacks"] = [*(trainer.get("callbacks") or []), PrintGuesses()]
+            kwargs["logger"] = fit and _metrics_logger(self.run_folder)
+        own = [PrintGuesses()] if self.subcommand == "predict" else [self._stop] if fit else []
+        kwargs["callbacks"] = [*(trainer.get("callbacks") or []), *own]
         return super().instantiate_trainer(**kwargs)
 
     # ------------------------------------------------------------- after a fit
 
     def after_fit(self) -> None:
         """Exports the student, also as the newest of this run name, and says where it lies."""
+        self._stop.receive(self.trainer)
+        self._stop.raise_if_stopped(self.trainer)
         if not self.trainer.is_global_zero:
             return
-        folder = Path(self.trainer.default_root_dir)
+        folder = self.run_folder
         metrics = {k: f"{float(v):.4f}" for k, v in self.trainer.callback_metrics.items() if k.startswith("val/")}
         facts = {"updates": self.trainer.global_step, **metrics, **self.model.unchangeable()}
         export = export_student(self.model.student, folder / "export", tokenizer=self.model.tokenizer, facts=facts)
         newest = _publish(export, self.run_root / "export")
         print(f"exported: {export}, also at {newest}\nresume or extend: add --resume true (and a larger limit)")
 
-    def after_validate(self) -> None:
-        """Prints the figures."""
-        if self.trainer.is_global_zero:
-            for name, value in self.trainer.callback_metrics.items():
-                print(f"{name}: {float(value):.4f}")
 
-    after_test = after_validate
+def _metrics_logger(folder: Path) -> CSVLogger:
+    """Writes `metrics.csv`; Lightning's logger would delete the one of the run that is resumed."""
+    metrics = folder / "metrics.csv"
+    if metrics.is_file():
+        parts = len(list(folder.glob("metrics.part*.csv")))
+        metrics.rename(folder / f"metrics.part{parts + 1}.csv")
+    return CSVLogger(folder, name="", version="")
 
 
 def _publish(folder: Path, target: Path) -> Path:
@@ -257,6 +263,14 @@ def export_command(ckpt: str, out: str, config: str | None = None) -> None:
     print(f"exported: {export_student(student, out, tokenizer=module.tokenizer, facts=facts)}")
 
 
+def _quiet() -> None:
+    """Leaves out what Lightning says of itself at each start; warnings of this package and errors stay."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")
+    warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")  # meant so: see EncoderModule
+
+
 _COMMANDS: dict[str, Callable[..., None]] = {"tokenizer": train_tokenizer_command, "export": export_command}
 
 
@@ -268,6 +282,8 @@ def main(args: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(_OVERVIEW)
         return 0
+    if not debug:
+        _quiet()
     try:
         if args[0] in _COMMANDS:
             from jsonargparse import auto_cli

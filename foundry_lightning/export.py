@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.checkpoint import read_checkpoint
 
@@ -55,7 +58,8 @@ def export_student(
         raise ValueError(f"export path {folder} must be a folder, and is a file; give another.")
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(student, "save_pretrained"):
-        student.save_pretrained(folder)
+        with _no_progress_bar():
+            student.save_pretrained(folder)
     else:
         from safetensors.torch import save_model
 
@@ -67,6 +71,18 @@ def export_student(
     rows = "\n".join(f"| {name} | {value} |" for name, value in lines.items())
     (folder / "README.md").write_text(_CARD.format(name=folder.name, folder=folder.name, rows=rows), encoding="utf-8")
     return folder
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A model of this size is written at once; transformers would draw a bar on stderr."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
 
 
 def load_student_weights(student: nn.Module, checkpoint: str | os.PathLike[str] | dict[str, Any]) -> None:

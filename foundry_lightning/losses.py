@@ -367,7 +367,7 @@ def _block_loss(
     counted = labels != IGNORED_LABEL
     index = labels.where(counted, 0).unsqueeze(0)
     scores = student.block(block)
-    correct: Tensor | int = ((scores.argmax(0) == labels) & counted).sum() if terms.with_accuracy else 0
+    correct: Tensor | int = (scores.argmax(0) == labels).sum() if terms.with_accuracy else 0
     scale = terms.gradient_scale
 
     kl: Tensor | float = 0.0

@@ -41,13 +41,17 @@ def leaves(scored: Scored) -> list[Tensor]:
     return [tensor for tensor in (scored.features, scored.weight, scored.bias) if tensor is not None]
 
 
-class LargestTensor(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
+    """Counts matrix products and keeps the size of the largest tensor made."""
+
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
+        self.products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self.numel = max(self.numel, tensor.numel())
@@ -226,7 +230,7 @@ def test_half_precision_keeps_tiny_weights_and_float32_gradients(dtype, block_by
     weights = {"mlm_weight": 1e-9, "distill_weight": 1e-9}  # far below float16's smallest number
     with torch.autocast("cpu", dtype=dtype):
         loss = vocabulary_loss(student, labels=labels, teacher=teacher, block_bytes=block_bytes, **weights)
-    got = torch.autograd.grad(loss.total * 1e9, leaves(student))
+    got = [1e9 * gradient for gradient in torch.autograd.grad(loss.total, leaves(student))]
     ce, kl = plain_terms(student.scores(), labels, teacher.scores().detach(), 2.0, 50)
     wanted = torch.autograd.grad(ce + kl, leaves(student))
     assert loss.total.dtype == torch.float32
@@ -260,14 +264,20 @@ def test_nothing_is_differentiated_that_nobody_asked_for():
     assert student.features.grad.abs().sum() > 0
     assert student.weight.grad is None
     assert all(leaf.grad is None for leaf in leaves(teacher))
-    with torch.no_grad():
-        assert not vocabulary_loss(student, labels=make_labels(4, 9)).total.requires_grad
+
+
+def test_evaluation_computes_scores_only():
+    student = make_scored(4, 3, 9)
+    with torch.no_grad(), Recorder() as recorded:
+        loss = vocabulary_loss(student, labels=make_labels(4, 9))
+    assert not loss.total.requires_grad
+    assert recorded.products == 1
 
 
 def test_no_tensor_is_larger_than_a_block_or_the_weight():
     rows, width, classes = 256, 4, 100
     student, teacher = make_scored(rows, width, classes), make_scored(rows, width, classes, seed=5)
-    with LargestTensor() as largest:
+    with Recorder() as recorded:
         vocabulary_loss(
             student,
             labels=make_labels(rows, classes),
@@ -275,7 +285,7 @@ def test_no_tensor_is_larger_than_a_block_or_the_weight():
             distill_weight=1.0,
             block_bytes=4 * classes * 16,
         ).total.backward()
-    assert largest.numel == classes * 16
+    assert recorded.numel == classes * 16
 
 
 def test_a_second_backward_gives_the_same_gradient():

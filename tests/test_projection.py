@@ -98,6 +98,20 @@ class MixingHead(WithMLMHead):
         return SimpleNamespace(logits=self.decoder(hidden - hidden.mean(1, keepdim=True)))
 
 
+class LateBiasHead(WithMLMHead):
+    """A bias is added in place: the logits are the Linear's output object and yet are not its scores."""
+
+    def __init__(self) -> None:
+        super().__init__(CustomEncoder(), vocab_size=VOCAB)
+        self.late_bias = nn.Parameter(torch.zeros(VOCAB))
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> SimpleNamespace:
+        logits = self.decoder(self.encoder(input_ids))
+        if logits.shape[-1] == VOCAB:
+            logits += self.late_bias
+        return SimpleNamespace(logits=logits)
+
+
 class FailingHead(WithMLMHead):
     """A head that cannot run on other rows than it expects, and fails in the middle of the proof."""
 
@@ -266,6 +280,12 @@ def test_the_proof_leaves_the_model_untouched(name):
     for key in ("tensors", "grads", "generator"):
         torch.testing.assert_close(after.pop(key), before.pop(key), rtol=0, atol=0)
     assert after == before
+
+
+def test_a_late_bias_is_found_while_it_still_is_zero():
+    model = LateBiasHead()
+    assert not model.late_bias.any()
+    assert "other scores" in find_projection(model).reason
 
 
 def test_a_failing_forward_leaves_neither_hooks_nor_a_shadowed_forward():

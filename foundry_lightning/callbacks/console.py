@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import islice
 from typing import Any
 
 import lightning
@@ -15,7 +16,8 @@ from rich.table import Table
 
 from foundry_lightning.callbacks.after_update import AfterUpdate
 from foundry_lightning.data.pipeline import DataPipeline
-from foundry_lightning.masking import permutation
+from foundry_lightning.losses import vocabulary_loss
+from foundry_lightning.masking import PIECE_SHIFT, permutation
 
 _SAMPLE = 10_000  # rows that stand for a larger source
 
@@ -53,7 +55,7 @@ def fill_blanks(module: Any, pipeline: DataPipeline, *, count: int, seed: int) -
         (text around the blank, the word, the model's guess, its probability) of each.
     """
     tokenizer, found = module.tokenizer, []
-    total = len(pipeline.source)
+    total = 1 + max(row_id & ((1 << PIECE_SHIFT) - 1) for row_id in pipeline.table["row_id"])
     for index in permutation(total, seed=seed, epoch=0).tolist():
         text = next(iter(pipeline.source.rows(index)))
         if not isinstance(text, str):
@@ -80,6 +82,36 @@ def fill_blanks(module: Any, pipeline: DataPipeline, *, count: int, seed: int) -
         if len(found) == count:
             break
     return found
+
+
+def compare(module: Any, batches: Any) -> list[tuple[str, int, float, float]]:
+    """Student and teacher on the same masked tokens.
+
+    Args:
+        module: A distillation module on its device.
+        batches: Validation batches of our loader; at most 50 are taken.
+
+    Returns:
+        (name, parameters, mean cross-entropy in nats, attended tokens a second of the forward pass) of each.
+    """
+    models = [("student", module.student, module.projection), ("teacher", module.teacher, module.teacher_projection)]
+    seconds, losses, tokens, masked_tokens = [0.0, 0.0], [0.0, 0.0], 0, 0
+    with torch.no_grad():
+        for batch in islice(batches, 50):
+            batch = module.transfer_batch_to_device(batch, module.device, 0)
+            masked = module.mask(batch)
+            inputs = {**module.inputs(batch), "input_ids": masked.input_ids}
+            tokens += batch["info"]["num_attended"]
+            masked_tokens += batch["info"]["num_masked"]
+            for n, (_, model, projection) in enumerate(models):
+                began = time.perf_counter()
+                scored = projection(model, inputs, positions=masked.positions).scored
+                losses[n] += float(vocabulary_loss(scored, labels=masked.labels).ce_sum)
+                seconds[n] += time.perf_counter() - began
+    return [
+        (name, sum(p.numel() for p in model.parameters()), losses[n] / max(masked_tokens, 1), tokens / seconds[n])
+        for n, (name, model, _) in enumerate(models)
+    ]
 
 
 class ConsoleReport(AfterUpdate):
@@ -152,31 +184,35 @@ class ConsoleReport(AfterUpdate):
         if self.baseline is not None and "mlm" in metrics:
             parts.append(f"{metrics['mlm'] - self.baseline:+.3f} to the unigram baseline")
         parts.append(f"{self._tokens * trainer.world_size / seconds:,.0f} tokens/s")
-        self.console.print(" | ".join(parts))
+        self.console.print(" | ".join(parts), soft_wrap=True)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Prints the evaluation."""
         metrics = trainer.callback_metrics
         if trainer.is_global_zero and not trainer.sanity_checking and "val/loss" in metrics:
             shown = {name.removeprefix("val/"): float(metrics[name]) for name in metrics if name.startswith("val/")}
+            if shown.get("mlm") == shown["loss"]:
+                del shown["mlm"]
             text = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown.items())
-            if self.baseline is not None and "mlm" in shown:
+            if self.baseline is not None:
                 text += f" (unigram baseline {self.baseline:.4g})"
-            self.console.print(f"validation: {text}")
+            self.console.print(f"validation: {text}", soft_wrap=True)
         super().on_validation_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Fills blanks of held-out texts."""
-        val = getattr(trainer.datamodule, "val", None)  # type: ignore[attr-defined]
-        if not (
-            self.blanks
-            and trainer.is_global_zero
-            and isinstance(val, DataPipeline)
-            and not val.is_stream
-            and hasattr(pl_module, "masking")
-        ):
+        """Compares student and teacher, and fills blanks of held-out texts."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        val = getattr(data, "val", None)
+        if not (trainer.is_global_zero and isinstance(val, DataPipeline) and getattr(pl_module, "masking", None)):
             return
         pl_module.student.eval()
+        if getattr(pl_module, "teacher", None) is not None:
+            table = Table("", "parameters", "validation loss", "forward pass")
+            for name, parameters, loss, speed in compare(pl_module, data.val_dataloader()):
+                table.add_row(name, f"{parameters:,}", f"{loss:.3f}", f"{speed:,.0f} tokens/s")
+            self.console.print(table)
+        if not self.blanks or val.is_stream:
+            return
         table = Table("held-out text", "truth", "guess", "probability")
         seed = pl_module.config.seed
         for text, truth, guess, probability in fill_blanks(pl_module, val, count=self.blanks, seed=seed):

@@ -11,7 +11,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 
 from foundry_lightning.callbacks.launched import received, send

@@ -7,6 +7,7 @@ from typing import Any
 import lightning
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader
 
 from foundry_lightning.checkpoint import changes
 from foundry_lightning.data.loader import Deal, WindowLoader
@@ -201,11 +202,11 @@ class MLMDataModule(lightning.LightningDataModule):
         """The validation batches."""
         return self._loader(self.val, training=False)
 
-    def predict_dataloader(self) -> list[list[str]]:
+    def predict_dataloader(self) -> DataLoader[str]:
         """The texts to fill, one a batch."""
         if not self.predict:
             raise MisconfigurationException("MLMDataModule has no texts to fill; give predict=[…].")
-        return [[text] for text in self.predict]
+        return DataLoader(self.predict, batch_size=1, collate_fn=list)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """What decides the order of the rows; checked when a run resumes."""

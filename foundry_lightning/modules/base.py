@@ -81,6 +81,8 @@ class EncoderModule(lightning.LightningModule):
 
     def _fit_to_strategy(self) -> None:
         """Leaves out of DDP what no loss reaches, and projects plainly where a strategy shards the weights."""
+        if self._trainer is None:
+            return
         strategy = self.trainer.strategy
         if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
             for name, value in list(vars(self).items()):
@@ -302,7 +304,8 @@ class EncoderModule(lightning.LightningModule):
         if step == self._window["step"] or not (step % self.trainer.log_every_n_steps == 0 or self.is_last_update()):
             return
         metrics = {f"train/{name}": value for name, value in self.window_metrics().items()}
-        self.log_dict({**metrics, "step": float(step)}, on_step=True, on_epoch=False)
+        self.log_dict(metrics, on_step=True, on_epoch=False, logger=False)
+        self._to_loggers(metrics, step)
         self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     def on_train_end(self) -> None:
@@ -317,7 +320,13 @@ class EncoderModule(lightning.LightningModule):
         if "mlm" in means:
             means = {**means, "perplexity": means["mlm"].exp()}
         values = {f"val/{name}": value.float() for name, value in means.items()}
-        self.log_dict({**values, "step": float(self.trainer.fit_loop.epoch_loop.global_step)})
+        self.log_dict(values, logger=False)
+        if not self.trainer.sanity_checking:
+            self._to_loggers(values, self.trainer.fit_loop.epoch_loop.global_step)
+
+    def _to_loggers(self, metrics: dict[str, Any], step: int) -> None:
+        """Logs at this many updates; Lightning would at one less, and a logged `step` would name checkpoint files."""
+        self.trainer._logger_connector.log_metrics(metrics, step=step)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """The same as `validation_step`."""

@@ -1,0 +1,284 @@
+"""Every command and every shipped config, through the real command line, in processes of their own."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from foundry_lightning import MLMLitModule, from_yaml
+from foundry_lightning.cli import main
+from tests.conftest import texts
+from tests.several import Started
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def run(*args: str, folder: Path, kill_with: int | None = None, wait_for: Path | None = None) -> tuple[int, str]:
+    """Runs a command in a fork of this process; its exit code and what it printed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log0"
+    log.unlink(missing_ok=True)
+
+    def command(rank: int) -> None:
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # not pytest's
+        sys.exit(main(list(args)))
+
+    started = Started(command, 1, folder)
+    if kill_with is not None:
+        import time
+
+        while not wait_for.exists():
+            time.sleep(0.02)
+        os.kill(started.pids[0], kill_with)
+    (code,) = started.wait(120)
+    return code, log.read_text()
+
+
+CONFIG = {
+    "run_name": "tiny",
+    "trainer": {"max_steps": 6, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 2},
+    "evaluate": {"every": 3},
+    "checkpoint": {"every": 3},
+    "model": {
+        "class_path": "foundry_lightning.MLMLitModule",
+        "init_args": {
+            "student": {
+                "class_path": "foundry_lightning.FromConfig",
+                "init_args": {
+                    "model_type": "bert",
+                    "config": {
+                        "hidden_size": 16,
+                        "num_hidden_layers": 1,
+                        "num_attention_heads": 2,
+                        "intermediate_size": 32,
+                        "max_position_embeddings": 64,
+                    },
+                },
+            },
+            "config": {"learning_rate": 1e-3},
+        },
+    },
+    "data": {
+        "class_path": "foundry_lightning.MLMDataModule",
+        "init_args": {
+            "train": "train.txt",
+            "val": "val.txt",
+            "tokenizer": {"train": {"vocab_size": 60, "min_frequency": 1}},
+            "batch_size": 4,
+            "max_length": 32,
+        },
+    },
+}
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A folder with a config and two text files; the working folder of the test."""
+    Path("train.txt").write_text("\n".join(texts(40)), encoding="utf-8")
+    Path("val.txt").write_text("\n".join(texts(9, seed=1, low=6)), encoding="utf-8")
+    Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    return tmp_path
+
+
+def metrics(path: str) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_fit_trains_evaluates_fills_blanks_and_exports(project):
+    code, out = run("fit", "--config", "tiny.yaml", folder=project)
+    assert code == 0, out
+    assert "unigram baseline" in out
+    assert "step      6/6 | loss" in out
+    assert "validation: " in out
+    assert "probability" in out
+    assert "exported: runs/tiny/1/export, also at runs/tiny/export" in out
+    names = {path.name for path in Path("runs/tiny/1").iterdir()}
+    assert {"config.yaml", "checkpoint.ckpt", "step=00000003.ckpt", "step=00000006.ckpt", "metrics.csv"} <= names
+    steps = [int(float(row["step"])) for row in metrics("runs/tiny/1/metrics.csv") if row["train/loss"]]
+    assert steps == [2, 4, 6]
+    for folder in ("runs/tiny/export", "runs/tiny/1/export"):
+        model, info = AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        assert AutoTokenizer.from_pretrained(folder).mask_token_id < model.config.vocab_size
+    card = Path("runs/tiny/export/README.md").read_text()
+    assert "val/loss" in card
+
+
+def test_a_second_run_a_resume_and_the_saved_config_just_work(project):
+    assert run("fit", "--config", "tiny.yaml", folder=project)[0] == 0
+    code, out = run("fit", "--config", "tiny.yaml", "--model.init_args.config.learning_rate", "0.01", folder=project)
+    assert code == 0, out
+    assert Path("runs/tiny/2/checkpoint.ckpt").is_file()
+    code, out = run("fit", "--config", "runs/tiny/1/config.yaml", "--trainer.max_steps", "2", folder=project)
+    assert code == 0, out
+    weights = [torch.load(f"runs/tiny/{n}/checkpoint.ckpt", weights_only=True) for n in (1, 2)]
+    assert [w["global_step"] for w in weights] == [6, 6]
+    code, out = run(
+        "fit", "--config", "tiny.yaml", "--ckpt_path", "runs/tiny/1", "--trainer.max_steps", "9", folder=project
+    )
+    assert code == 0, out
+    assert torch.load("runs/tiny/1/checkpoint.ckpt", weights_only=True)["global_step"] == 9
+    assert sorted(path.name for path in Path("runs/tiny").iterdir()) == ["1", "2", "3", "export"]
+    assert [float(row["step"]) for row in metrics("runs/tiny/1/metrics.part1.csv") if row["train/loss"]] == [2, 4, 6]
+    assert [float(row["step"]) for row in metrics("runs/tiny/1/metrics.csv") if row["train/loss"]] == [8, 9]
+
+
+def test_resume_goes_on_with_the_newest_run_to_the_bit_equal_end(project):
+    assert run("fit", "--config", "tiny.yaml", "--run_name", "whole", folder=project)[0] == 0
+    assert run("fit", "--config", "tiny.yaml", "--run_name", "cut", folder=project)[0] == 0
+    shutil.copyfile("runs/cut/1/step=00000003.ckpt", "runs/cut/1/checkpoint.ckpt")
+    code, out = run("fit", "--config", "tiny.yaml", "--run_name", "cut", "--resume", "true", folder=project)
+    assert code == 0, out
+    whole, cut = (
+        torch.load(f"runs/{name}/1/checkpoint.ckpt", weights_only=True)["state_dict"] for name in ("whole", "cut")
+    )
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_validate_predict_and_export_use_the_newest_checkpoint(project):
+    assert run("fit", "--config", "tiny.yaml", folder=project)[0] == 0
+    code, out = run("validate", "--config", "tiny.yaml", folder=project)
+    assert code == 0, out
+    assert "perplexity" in out
+    texts_to_fill = '["the [MASK] sat on a [MASK]", "no blank"]'
+    code, out = run("predict", "--config", "tiny.yaml", "--data.init_args.predict", texts_to_fill, folder=project)
+    assert code == 0, out
+    assert out.count("blank 1:") == 1
+    assert out.count("blank 2:") == 1
+    assert "no blank in this text" in out
+    code, out = run("export", "--ckpt", "runs/tiny/1", "--out", "mine", folder=project)
+    assert code == 0, out
+    ours, theirs = (
+        AutoModelForMaskedLM.from_pretrained(folder).state_dict() for folder in ("mine", "runs/tiny/export")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_tokenizer_writes_a_folder_that_autotokenizer_loads(project):
+    code, out = run("tokenizer", "--source", "train.txt", "--vocab_size", "60", "--out", "tok", folder=project)
+    assert code == 0, out
+    tokenizer = AutoTokenizer.from_pretrained("tok")
+    assert tokenizer.mask_token == "[MASK]"
+    assert tokenizer.unk_token_id not in tokenizer("the cat sat")["input_ids"]
+
+
+def test_sigterm_saves_and_ends_with_143_and_the_run_can_go_on(project):
+    args = ("fit", "--config", "tiny.yaml", "--trainer.max_steps", "100000", "--evaluate.every", "0")
+    first = Path("runs/tiny/1/step=00000003.ckpt")
+    code, out = run(*args, folder=project, kill_with=signal.SIGTERM, wait_for=first)
+    assert code == 143, out
+    step = torch.load("runs/tiny/1/checkpoint.ckpt", weights_only=True)["global_step"]
+    assert step >= 3
+    code, out = run(
+        *args[:-4], "--trainer.max_steps", str(step + 2), "--resume", "true", folder=project
+    )
+    assert code == 0, out
+    assert torch.load("runs/tiny/1/checkpoint.ckpt", weights_only=True)["global_step"] == step + 2
+
+
+def test_from_yaml_builds_what_the_command_line_would(project):
+    trainer, module, data = from_yaml("tiny.yaml")
+    assert isinstance(module, MLMLitModule)
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 6
+    with pytest.raises(FileNotFoundError, match=r"config missing.yaml does not exist"):
+        from_yaml("missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--data.init_args.train", "missing.txt"), "missing.txt"),
+        (("--data.init_args.max_length", "500"), "max_length of the train data is 500, the student has 64 positions"),
+        (("--model.init_args.config.mask_prob", "1.5"), "mask_prob must lie in (0, 1], got 1.5"),
+        (("--ckpt_path", "nowhere"), "checkpoint nowhere/checkpoint.ckpt does not exist"),
+        (("--resume", "true"), "runs/tiny holds no checkpoint to resume"),
+        (("--model.init_args.student.init_args.config.hidden_sise", "8"), "hidden_size"),
+        (("--model.init_args.config.warmup_steps", "50"), "warmup_steps must not exceed the run's 6 updates"),
+        (("--data.init_args.tokenizer", "nowhere"), "nowhere"),
+        (("--trainer.max_stepz", "3"), "max_stepz"),
+    ],
+)
+def test_bad_input_is_one_sentence_on_stderr_exit_code_2_and_nothing_written(project, args, message):
+    code, out = run("fit", "--config", "tiny.yaml", *args, folder=project)
+    assert code == 2, out
+    assert message in out
+    assert "Traceback" not in out
+    assert not Path("runs/tiny/1/checkpoint.ckpt").exists()
+
+
+def test_help_lists_the_commands_with_examples(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    for command in ("fit", "validate", "predict", "tokenizer", "export"):
+        assert f"foundry-lightning {command} --" in shown
+
+
+TINY = {
+    "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    "modernbert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("name", ["mlm", "mlm_bert_small", "mlm_modernbert"])
+def test_a_shipped_config_trains_with_a_tiny_student(project, name):
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    student = config["model"]["init_args"]["student"]["init_args"]
+    args = [f"--model.init_args.student.init_args.config.{k}={v}" for k, v in TINY[student["model_type"]].items()]
+    kind = config["data"]["init_args"]["tokenizer"]["train"].get("kind", "wordpiece")
+    vocab_size = 600 if kind == "bpe" else 60
+    code, out = run(
+        "fit",
+        *("--config", str(CONFIGS / f"{name}.yaml"), "--config", str(CONFIGS / "trainer" / "cpu.yaml"), *args),
+        *("--data.init_args.train=train.txt", "--data.init_args.val=val.txt", "--data.init_args.num_workers=0"),
+        f'--data.init_args.tokenizer={{"train": {{"vocab_size": {vocab_size}, "kind": "{kind}"}}}}',
+        *("--trainer.max_steps=2", "--model.init_args.config.warmup_steps=1", "--evaluate.every=2"),
+        folder=project,
+    )
+    assert code == 0, out
+    assert Path(f"runs/{config['run_name']}/export/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["distil_mlm", "distil_bert_multilingual"])
+def test_a_shipped_distillation_config_trains_and_compares(project, name):
+    assert run("fit", "--config", "tiny.yaml", "--run_name", "mlm", folder=project)[0] == 0
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    args = []
+    if name != "distil_mlm":
+        student = {**TINY["bert"], "max_position_embeddings": 64}
+        args = [f"--model.init_args.student.init_args.config.{k}={v}" for k, v in student.items()]
+        args += ["--model.init_args.teacher.init_args.path=runs/mlm/export"]
+        args += ["--model.init_args.tokenizer=runs/mlm/export", "--data.init_args.tokenizer=runs/mlm/export"]
+    code, out = run(
+        "fit",
+        *("--config", str(CONFIGS / f"{name}.yaml"), "--config", str(CONFIGS / "trainer" / "cpu.yaml"), *args),
+        *("--data.init_args.train=train.txt", "--data.init_args.val=val.txt", "--data.init_args.num_workers=0"),
+        *("--data.init_args.max_length=32", "--trainer.max_steps=2", "--model.init_args.config.warmup_steps=1"),
+        "--evaluate.every=2",
+        folder=project,
+    )
+    assert code == 0, out
+    assert "teacher" in out
+    assert "tokens/s" in out
+    state = torch.load(f"runs/{config['run_name']}/1/checkpoint.ckpt", weights_only=True)
+    assert not [key for key in state["state_dict"] if key.startswith("teacher")]
+    assert Path(f"runs/{config['run_name']}/export/model.safetensors").is_file()
+
+
+def test_every_shipped_config_is_covered():
+    names = {path.stem for path in CONFIGS.glob("*.yaml")}
+    assert names == {"mlm", "mlm_bert_small", "mlm_modernbert", "distil_mlm", "distil_bert_multilingual"}
+    for overlay in (CONFIGS / "trainer").glob("*.yaml"):
+        assert set(yaml.safe_load(overlay.read_text())) == {"trainer"}
