@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, SaveEvery, StopOnSignal
 from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
@@ -94,7 +94,7 @@ class FoundryCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Decides the run folder, and the checkpoint where none is named."""
         config = self.config if self.subcommand is None else self.config[self.subcommand]
-        self.run_root = Path(config.runs_dir) / config.run_name
+        self.run_root: Path = Path(str(config.runs_dir)) / str(config.run_name)
         if self.subcommand is None:
             self.run_folder = self._new_folder()
             return
@@ -268,7 +268,8 @@ def _quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")
-    warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")  # meant so: see EncoderModule
+    # meant so: EncoderModule looks at every batch, ours and a user's own
+    warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {"tokenizer": train_tokenizer_command, "export": export_command}

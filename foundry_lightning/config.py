@@ -251,7 +251,9 @@ class DistilMLMConfig(MLMConfig):
 
 @dataclass
 class EncoderDistillConfig(_TrainingFields):
-    """Settings of hidden-state distillation: the training fields of `MLMConfig`, with `learning_rate=5e-5`, and:
+    """Settings of hidden-state distillation.
+
+    The training fields of `MLMConfig`, with `learning_rate=5e-5`, and:
 
     Args:
         loss: `mse` or `cosine`, the distance between the states of student and teacher at each attended token.

@@ -59,7 +59,7 @@ def export_student(
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(student, "save_pretrained"):
         with _no_progress_bar():
-            student.save_pretrained(folder)
+            student.save_pretrained(folder)  # type: ignore[operator]
     else:
         from safetensors.torch import save_model
 

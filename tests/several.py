@@ -44,6 +44,8 @@ class Started:
             log = os.open(self.folder / f"log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            sys.stdout = os.fdopen(1, "w", closefd=False)  # pytest has put files of its own there
+            sys.stderr = os.fdopen(2, "w", closefd=False)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             torch.set_num_threads(1)
             if num_ranks > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import shutil
 import signal
@@ -29,7 +30,8 @@ def run(*args: str, folder: Path, kill_with: int | None = None, wait_for: Path |
     log.unlink(missing_ok=True)
 
     def command(rank: int) -> None:
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))  # not pytest's
+        for name, number in (("stdout", 1), ("stderr", 2)):  # in the place of pytest's
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(number, "w", closefd=False), line_buffering=True))
         sys.exit(main(list(args)))
 
     started = Started(command, 1, folder)
@@ -181,9 +183,7 @@ def test_sigterm_saves_and_ends_with_143_and_the_run_can_go_on(project):
     assert code == 143, out
     step = torch.load("runs/tiny/1/checkpoint.ckpt", weights_only=True)["global_step"]
     assert step >= 3
-    code, out = run(
-        *args[:-4], "--trainer.max_steps", str(step + 2), "--resume", "true", folder=project
-    )
+    code, out = run(*args[:-4], "--trainer.max_steps", str(step + 2), "--resume", "true", folder=project)
     assert code == 0, out
     assert torch.load("runs/tiny/1/checkpoint.ckpt", weights_only=True)["global_step"] == step + 2
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer, WithMLMHead
 from tests.conftest import BiasStudent, texts, tiny_bert
 from tests.several import free_port, in_ranks
 
+ROOT = Path(__file__).parents[1]
 QUIET = {"progress_bar": False, "device": "cpu", "log_every": 1}
 
 
@@ -303,3 +305,128 @@ def test_gradient_checkpointing_and_clipping_by_value_work_on_two_ranks(tokenize
     one = train(1, tokenizer, grad_accumulation_steps=2, **settings)
     several = ranks_of(2, tmp_path, tokenizer, gradient_checkpointing=True, **settings)
     assert_same_run(one, several, num_batches=12)
+
+
+# ------------------------------------------------------------------ Lightning's own launchers
+
+SCRIPT = """
+import os, sys, time
+import torch
+torch.set_num_threads(1)
+from transformers import BertConfig, BertForMaskedLM
+from foundry_lightning import MLMConfig, MLMTrainer
+
+out, pause, settings = sys.argv[1], float(sys.argv[2]), eval(sys.argv[3])
+torch.manual_seed(0)
+student = BertForMaskedLM(BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                     intermediate_size=32, max_position_embeddings=64))
+generator = torch.Generator().manual_seed(1)
+batches = [torch.randint(5, 30, (3, 10), generator=generator) for _ in range(7)]
+config = MLMConfig(mask_token_id=4, device="cpu", progress_bar=False, log_every=1, learning_rate=1e-3, **settings)
+trainer = MLMTrainer(student, config=config)
+steps = []
+
+def on_step(step, loss):
+    steps.append(step)
+    open(out + ".at", "w").write(str(step))
+    time.sleep(pause)
+
+result = trainer.train(batches, batches, on_step=on_step, total_steps=6)
+rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+torch.save({**result, "weights": torch.cat([p.detach().flatten() for p in student.parameters()])}, out + "." + rank)
+"""
+
+
+def start_script(folder, settings: dict, *, launcher=(), pause: float = 0.0, name: str = "out") -> subprocess.Popen:
+    (folder / "script.py").write_text(SCRIPT)
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    command = [sys.executable, *launcher, "script.py", name, str(pause), repr(settings)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with open(folder / f"{name}.log", "wb") as log:
+        return subprocess.Popen(
+            command, cwd=folder, env={**clean, "PYTHONPATH": path}, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def end_of(process: subprocess.Popen, folder, *, seconds: float = 90) -> int:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        logs = "\n".join(log.read_text()[-3000:] for log in folder.glob("*.log"))
+        raise AssertionError(f"the script still ran after {seconds} s\n{logs}") from None
+
+
+def run_script(folder, settings: dict, **options) -> None:
+    code = end_of(start_script(folder, settings, **options), folder)
+    assert code == 0, (folder / f"{options.get('name', 'out')}.log").read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict:
+    """The script's run in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    run_script(folder, {"grad_accumulation_steps": 2, "eval_every": 2})
+    return torch.load(folder / "out.0", weights_only=True)
+
+
+def assert_like_alone(result: dict, alone: dict, *, rank: int = 0) -> None:
+    assert torch.allclose(result["weights"], alone["weights"], rtol=1e-4, atol=2e-6)
+    assert result["losses"] == pytest.approx(dealt(alone["losses"], rank, 2, 7), rel=1e-4)
+    assert result["eval_losses"] == pytest.approx(alone["eval_losses"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_lightning_starts_the_ranks_of_a_script(tmp_path, alone):
+    run_script(tmp_path, {"devices": 2, "strategy": "ddp", "eval_every": 2})
+    for rank in (0, 1):
+        assert_like_alone(torch.load(tmp_path / f"out.{rank}", weights_only=True), alone, rank=rank)
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_forked_ranks_hand_their_results_to_the_process_that_started_them(tmp_path, alone):
+    run_script(tmp_path, {"devices": 2, "strategy": "ddp_fork", "eval_every": 2})
+    assert_like_alone(torch.load(tmp_path / "out.0", weights_only=True), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+def test_torchrun_starts_two_nodes(tmp_path, alone):
+    port = free_port()
+    nodes = []
+    for node in (0, 1):
+        launcher = ["-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={node}", "--nproc_per_node=1"]
+        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+        settings = {"devices": 1, "num_nodes": 2, "strategy": "ddp", "eval_every": 2}
+        nodes.append(start_script(tmp_path, settings, launcher=launcher, name=f"node{node}"))
+    assert [end_of(node, tmp_path) for node in nodes] == [0, 0]
+    for rank in (0, 1):
+        assert_like_alone(torch.load(tmp_path / f"node{rank}.{rank}", weights_only=True), alone, rank=rank)
+
+
+@pytest.mark.slow
+@pytest.mark.ddp
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_fork"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_script_ends_with_the_code_of_its_signal(tmp_path, strategy, number, code):
+    settings = {"devices": 1 if strategy == "auto" else 2, "strategy": strategy, "save_dir": str(tmp_path / "saved")}
+    process = start_script(tmp_path, settings, pause=1.0)
+    end = time.monotonic() + 60
+    while not (tmp_path / "out.at").exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    if strategy == "ddp_fork" and number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        os.kill(process.pid, number)
+    ended = end_of(process, tmp_path, seconds=20)
+    if strategy == "ddp_fork":  # the starting process runs no training of its own
+        assert ended != 0
+    else:
+        assert ended == code
+    end = time.monotonic() + 10
+    while not (tmp_path / "saved" / "checkpoint.ckpt").is_file():
+        assert time.monotonic() < end, (tmp_path / "out.log").read_text()[-3000:]
+        time.sleep(0.1)

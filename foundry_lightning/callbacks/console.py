@@ -173,7 +173,7 @@ class ConsoleReport(AfterUpdate):
     def after_update(self, trainer: lightning.Trainer, module: Any) -> None:
         """Prints a line where a log is due."""
         step = trainer.global_step
-        if step % trainer.log_every_n_steps and not module.is_last_update():
+        if step % module.log_every and not module.is_last_update():
             return
         metrics = module.window_metrics()
         if not trainer.is_global_zero:

@@ -51,7 +51,7 @@ class History(AfterUpdate):
         if self.on_step is None:
             return
         step = trainer.global_step
-        if step % trainer.log_every_n_steps == 0 or module.is_last_update():
+        if step % module.log_every == 0 or module.is_last_update():
             loss = module.window_metrics()["loss"]
             if trainer.is_global_zero:
                 self.on_step(step, loss)

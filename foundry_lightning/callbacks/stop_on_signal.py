@@ -19,7 +19,7 @@ from foundry_lightning.callbacks.save_every import SaveEvery
 from foundry_lightning.data.loader import host_group
 
 
-class Interrupted(KeyboardInterrupt, SystemExit):
+class Interrupted(SystemExit, KeyboardInterrupt):
     """A run ended by SIGINT: caught as a KeyboardInterrupt, and the exit code of a script is 130."""
 
 

@@ -30,6 +30,7 @@ class MLMDataModule(lightning.LightningDataModule):
         shuffle: Whether rows (ready batches: batches) are permuted in each epoch.
         shuffle_buffer: For streams: rows of a block that is permuted.
         long_rows: `truncate` or `split`.
+        group_by_length: Batches hold rows of like lengths.
         text_column: Column of the text.
         split_txt: `.txt` files give a text a `line` or a `paragraph`.
         seed: Seed of the order; None: the module's.
@@ -51,6 +52,7 @@ class MLMDataModule(lightning.LightningDataModule):
         shuffle: bool = True,
         shuffle_buffer: int = 0,
         long_rows: str = "truncate",
+        group_by_length: bool = False,
         text_column: str = "text",
         split_txt: str = "line",
         seed: int | None = None,
@@ -60,6 +62,7 @@ class MLMDataModule(lightning.LightningDataModule):
             "batch_size": batch_size,
             "max_length": max_length,
             "long_rows": long_rows,
+            "group_by_length": group_by_length,
             "text_column": text_column,
             "split_txt": split_txt,
         }
@@ -72,6 +75,7 @@ class MLMDataModule(lightning.LightningDataModule):
         self.tokenizer: Any = None
         self.num_workers, self.shuffle, self._seed = num_workers, shuffle, seed
         self._told_of_restart = False
+        self._loaders: dict[bool, WindowLoader] = {}
 
     def prepare_data(self) -> None:
         """Trains a tokenizer where the settings ask for one (one process of a node; the others read it)."""
@@ -178,7 +182,7 @@ class MLMDataModule(lightning.LightningDataModule):
             raise MisconfigurationException("MLMDataModule has no data for this stage; give train= or val=.")
         module = None if self.trainer is None else self.trainer.lightning_module
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return WindowLoader(
+        loader = WindowLoader(
             batches,
             deal=self._deal if training else lambda: Deal(*(lambda d: (d.rank, d.num_ranks))(self._deal())),
             position=self._position if training else lambda: (0, 0),
@@ -189,6 +193,13 @@ class MLMDataModule(lightning.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=on_gpu,
         )
+        self._loaders[training] = loader
+        return loader
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Names the batches that were being read when a data worker died: PyTorch raises that anywhere in the run."""
+        for loader in self._loaders.values():
+            loader.explain(exception)
 
     def train_dataloader(self) -> WindowLoader:
         """Training batches of this rank; a new order in each epoch where `shuffle` is set."""
@@ -225,6 +236,7 @@ class MLMDataModule(lightning.LightningDataModule):
             "max_length": train.max_length,
             "long_rows": getattr(train, "long_rows", None),
             "shuffle": self.shuffle,
+            "group_by_length": getattr(train, "group_by_length", None),
             "shuffle_buffer": getattr(train, "shuffle_buffer", None),
             "order seed": self.seed,
         }

@@ -63,13 +63,14 @@ class _Reading:
         worker = get_worker_info()
         self.numbers[0 if worker is None else worker.id] = number
 
-    def explain(self, error: Exception, epoch: int) -> RuntimeError:
-        """The error of a worker that died, with the batches that were being read."""
-        numbers = sorted(number for number in self.numbers.tolist() if number >= 0)
-        return RuntimeError(
-            f"a data worker died while the batches {numbers} of epoch {epoch} were being read ({error}); "
-            "look at their rows, at the memory left, or set num_workers=0 to see the cause."
-        )
+    def explain(self, error: BaseException, epoch: int) -> None:
+        """Adds the batches that were being read to PyTorch's error of a worker that died."""
+        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+            numbers = sorted(number for number in self.numbers.tolist() if number >= 0)
+            error.args = (
+                f"a data worker died while the batches {numbers} of epoch {epoch} were being read "
+                f"({str(error).strip()}); look at their rows and at the memory left, or set num_workers=0.",
+            )
 
 
 @contextmanager
@@ -210,6 +211,7 @@ class WindowLoader:
         self.batches, self.deal, self.position = batches, deal, position
         self.shuffle, self.seed, self.count, self.filler_id = shuffle, seed, count, filler_id
         self.num_workers, self.pin_memory = num_workers, pin_memory
+        self._reading: tuple[_Reading, int] | None = None
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch.
@@ -224,6 +226,7 @@ class WindowLoader:
         width = min(8, self.batches.max_length)
         finish = _Finish(epoch=epoch, count=self.count, filler_id=self.filler_id, filler_width=width)
         reading = _Reading(self.num_workers)
+        self._reading = (reading, epoch)
         options: dict[str, Any] = {
             "batch_size": None,
             "num_workers": self.num_workers,
@@ -241,18 +244,15 @@ class WindowLoader:
             reader = _SizedReader(self.batches, order=order, deal=deal, finish=finish, reading=reading)
             loader = DataLoader(reader, sampler=range(start, len(reader)), **options)
         batches = iter(loader)
-        while True:
-            try:
-                window = list(islice(batches, deal.accumulation))
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error).split("\n")[0] or "Caught" in str(error):
-                    raise
-                raise reading.explain(error, epoch) from error
-            if not window:
-                return
+        while window := list(islice(batches, deal.accumulation)):
             if self.count is not None:
                 self._attach_totals(window, deal)
             yield from window
+
+    def explain(self, error: BaseException) -> None:
+        """Names the batches that were being read where the error says that a worker died."""
+        if self._reading is not None:
+            self._reading[0].explain(error, self._reading[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: Lightning's progress says where the run stands; without a state it warns of unreliable results."""

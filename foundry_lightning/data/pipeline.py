@@ -29,6 +29,7 @@ from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 Batch = dict[str, Any]
 _CHUNK = 1000  # texts that are tokenised in one call
+_GROUPED = 64  # batches over which rows of like lengths are gathered
 _PAD_TO = 8  # widths are multiples of it: tensor cores and vector units like them
 
 
@@ -116,6 +117,7 @@ class DataPipeline:
             permutes all rows.
         text_column: Column of the text in dicts, data sets and files.
         long_rows: `truncate` cuts a text at `max_length`, `split` keeps all of it in several rows.
+        group_by_length: Batches hold rows of like lengths, so that little is padding; sized sources only.
         split_txt: `.txt` files give a text a `line` or a `paragraph` (separated by blank lines).
         pad_token_id: Padding id; None: the tokenizer's, else 0.
         seed: Seed of the order where the pipeline is iterated by itself.
@@ -136,6 +138,7 @@ class DataPipeline:
         text_column: str = "text",
         *,
         long_rows: str = "truncate",
+        group_by_length: bool = False,
         split_txt: str = "line",
         pad_token_id: int | None = None,
         seed: int = 42,
@@ -162,6 +165,12 @@ class DataPipeline:
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, source=self.source)
         self.batch_size, self.max_length, self.shuffle_buffer = batch_size, max_length, shuffle_buffer
         self.long_rows, self.seed, self._pad = long_rows, seed, pad_token_id
+        self.group_by_length = group_by_length
+        if group_by_length and self.is_stream:
+            raise ValueError(
+                f"group_by_length=True needs the lengths of all rows, and {self.source.description} is a stream; "
+                "leave it out, or load the source as a Dataset."
+            )
         self.word_ids = False
         self._table: Dataset | None = None
         self._fingerprint: str | None = None
@@ -276,9 +285,25 @@ class DataPipeline:
 
     def order(self, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray | None:
         """`[rows]` permutation of this epoch, or None for the source's order."""
-        if not (shuffle or self.shuffle_buffer):
+        shuffle = shuffle or self.shuffle_buffer > 0
+        if not (shuffle or self.group_by_length):
             return None
-        return permutation(len(self.table), seed=seed, epoch=epoch).numpy()
+        order = permutation(len(self.table), seed=seed, epoch=epoch).numpy() if shuffle else np.arange(len(self.table))
+        if not self.group_by_length:
+            return order
+        lengths, size = self._lengths[order], self.batch_size
+        stretch = np.arange(len(order)) // (size * _GROUPED)  # rows that are sorted together
+        order = order[np.lexsort((lengths, stretch))]
+        if not shuffle:
+            return order
+        full = len(order) // size  # the short batch stays last
+        batches = order[: full * size].reshape(full, size)[permutation(full, seed=seed, epoch=epoch).numpy()]
+        return np.concatenate([batches.ravel(), order[full * size :]])
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        """`[rows]` tokens of each row."""
+        return pc.list_value_length(self.table.data.column("input_ids")).to_numpy()  # type: ignore[no-any-return]
 
     def batch(self, number: int, order: np.ndarray | None) -> Batch:
         """The batch with this number, with `row_ids` `[B]` and, for whole words, `word_ids` `[B, S]`."""

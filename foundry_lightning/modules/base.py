@@ -22,8 +22,8 @@ from foundry_lightning.students import StudentRecipe
 _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 # settings of the config that a Trainer owns; only the facades translate them
 _TRAINER_FIELDS = frozenset(
-    "epochs max_grad_norm device grad_accumulation_steps torch_dtype eval_every save_every save_dir log_every "
-    "log_backend devices num_nodes strategy num_workers run_name project progress_bar trainer_kwargs".split()
+    ("epochs", "max_grad_norm", "device", "grad_accumulation_steps", "torch_dtype", "eval_every", "save_every", "save_dir", "log_every", "log_backend", "devices", "num_nodes", "strategy", "num_workers", "run_name", "project", "progress_bar", "trainer_kwargs",)
+)
 )
 
 
@@ -77,7 +77,7 @@ class EncoderModule(lightning.LightningModule):
                 raise ValueError(
                     f"gradient_checkpointing=True needs a Hugging Face model, got {type(self.student).__name__}."
                 )
-            self.student.gradient_checkpointing_enable()
+            self.build_student().gradient_checkpointing_enable()  # type: ignore[operator]
 
     def _fit_to_strategy(self) -> None:
         """Leaves out of DDP what no loss reaches, and projects plainly where a strategy shards the weights."""
@@ -290,6 +290,11 @@ class EncoderModule(lightning.LightningModule):
             self._metrics = (step, dict(zip(names, values.tolist(), strict=True)))
         return self._metrics[1]
 
+    @property
+    def log_every(self) -> int:
+        """Updates between two logs, as the Trainer says."""
+        return int(self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
     def is_last_update(self) -> bool:
         """Whether the update just made ends the run."""
         trainer = self.trainer
@@ -301,7 +306,7 @@ class EncoderModule(lightning.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Logs the window's means where a log is due, with `step` = updates done."""
         step = self.trainer.global_step
-        if step == self._window["step"] or not (step % self.trainer.log_every_n_steps == 0 or self.is_last_update()):
+        if step == self._window["step"] or not (step % self.log_every == 0 or self.is_last_update()):
             return
         metrics = {f"train/{name}": value for name, value in self.window_metrics().items()}
         self.log_dict(metrics, on_step=True, on_epoch=False, logger=False)

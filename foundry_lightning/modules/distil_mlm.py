@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foundry_lightning.config import DistilMLMConfig, problems_to_error
 from foundry_lightning.losses import cosine_loss, vocabulary_loss
@@ -71,7 +71,7 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
             ValueError: what does not fit, in one message.
         """
         super().prepare()
-        if self.teacher_projection is not None:
+        if self.teacher_projection is not None or not self.needs_teacher:
             return
         student, teacher = self.build_student(), self.build_teacher()
         if self.config.distill_weight:
@@ -110,7 +110,8 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
         student = self.projection(self.student, inputs, positions=scored)
         if self.needs_teacher:
             with torch.no_grad():
-                teacher = self.teacher_projection(self.teacher, inputs, positions=scored)
+                at = scored if config.distill_weight else scored[:0]  # the cosine needs no scores
+                teacher = self.teacher_projection(self.frozen_teacher(), inputs, positions=at)
         loss = vocabulary_loss(
             student.scored,
             labels=labels,
@@ -121,7 +122,9 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
             num_shared_classes=self._shared_classes(student, teacher) if config.distill_weight else None,
             with_accuracy=evaluating,
         )
-        total, terms = loss.total, {"mlm": (loss.ce_sum, "num_masked", config.mlm_weight)}
+        total, terms = loss.total, {}
+        if config.mlm_weight or evaluating:
+            terms["mlm"] = (loss.ce_sum, "num_masked", config.mlm_weight)
         if config.distill_weight:
             terms["distill"] = (loss.kl_sum, self.distill_count, config.distill_weight)
         if config.cosine_weight:

@@ -27,10 +27,8 @@ class Counter:
 
     def __call__(self, batch: Mapping[str, Any], epoch: int) -> dict[str, int]:
         """`num_masked` and `num_attended` of a batch."""
-        if "labels" in batch:
-            masked = int((batch["labels"] != -100).sum())
-        else:
-            masked = self.masking.count(batch, epoch=epoch)
+        ready = batch.get("labels")
+        masked = self.masking.count(batch, epoch=epoch) if ready is None else int((ready != -100).sum())
         return {"num_masked": masked, "num_attended": int((batch["attention_mask"] != 0).sum())}
 
 
@@ -141,9 +139,7 @@ class MLMLitModule(EncoderModule):
         masked = self.mask(batch)
         inputs = {**self.inputs(batch), "input_ids": masked.input_ids}
         student = self.projection(self.student, inputs, positions=masked.positions)
-        loss = vocabulary_loss(
-            student.scored, labels=masked.labels, mlm_weight=masked.weight, with_accuracy=evaluating
-        )
+        loss = vocabulary_loss(student.scored, labels=masked.labels, mlm_weight=masked.weight, with_accuracy=evaluating)
         return Objective(loss.total, {"mlm": (loss.ce_sum, "num_masked", 1.0)}, loss.num_correct)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -164,7 +160,8 @@ class MLMLitModule(EncoderModule):
         self.val_metric.reset()
         weights = {"mlm": 1.0} if not self._weights else self._weights
         kept = {name: value for name, value in means.items() if name in (*weights, "masked_accuracy")}
-        self.log_validation({"loss": sum(weights[name] * means[name] for name in weights), **kept})
+        total = torch.stack([weight * means[name] for name, weight in weights.items()]).sum()
+        self.log_validation({"loss": total, **kept})
 
     def predict_step(self, batch: Any, batch_idx: int, top_k: int = 5) -> list[list[list[tuple[str, float]]]]:
         """Fills the blanks of texts: for each text and each mask token in it, the likeliest tokens.
@@ -177,7 +174,7 @@ class MLMLitModule(EncoderModule):
         Returns:
             text -> blank -> (token, probability), best first.
         """
-        assert self.student is not None and self.masking is not None
+        assert self.masking is not None
         guesses = []
         for text in batch:
             encoded = self.tokenizer(text, return_tensors="pt").to(self.device)
@@ -196,8 +193,13 @@ class MLMLitModule(EncoderModule):
     def unchangeable(self) -> dict[str, Any]:
         """Seed, architecture and the settings of masking."""
         assert self.masking is not None
-        names = ("mask_prob", "strategy", "mask_replace_prob", "random_replace_prob")
-        return {**super().unchangeable(), **{name: getattr(self.masking, name) for name in names}}
+        names = ("mask_prob", "mask_replace_prob", "random_replace_prob", "mask_token_id", "vocab_size")
+        return {
+            **super().unchangeable(),
+            **{name: getattr(self.masking, name) for name in names},
+            "masking": self.masking.strategy,  # in the config `strategy` is the Trainer's
+            "special token ids": sorted(self.masking.special_token_ids),
+        }
 
 
 def resolve_masking(config: MLMConfig, tokenizer: Any, student: nn.Module) -> Masking:
@@ -251,7 +253,8 @@ def resolve_masking(config: MLMConfig, tokenizer: Any, student: nn.Module) -> Ma
     if mask_id is not None and vocab_size is not None and mask_id >= vocab_size:
         problems.append(f"mask_token_id must be below vocab_size={vocab_size}, got {mask_id}.")
     problems_to_error(problems, of="MLM")
-    assert mask_id is not None and vocab_size is not None
+    assert mask_id is not None
+    assert vocab_size is not None
     return Masking(
         seed=config.seed,
         mask_token_id=mask_id,

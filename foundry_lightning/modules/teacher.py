@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_lightning.modules.base import EncoderModule
+from foundry_lightning.modules.base import EncoderModule, max_positions, num_embeddings
 from foundry_lightning.students import StudentRecipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,6 +51,38 @@ class WithTeacher(EncoderModule):
         assert self.teacher is not None
         return self.teacher
 
+    def frozen_teacher(self) -> nn.Module:
+        """The teacher for a forward, in eval mode also where someone called `.train()` on the model itself."""
+        assert self.teacher is not None
+        if self.teacher.training:
+            self.teacher.eval()
+        return self.teacher
+
+    def connect_data(self, data: Any) -> None:
+        """Also refuses rows that the teacher cannot read.
+
+        Raises:
+            ValueError: rows longer than the teacher's positions, or token ids beyond its embedding.
+        """
+        super().connect_data(data)
+        if self.teacher is None:
+            return
+        positions, embeddings = max_positions(self.teacher), num_embeddings(self.teacher)
+        for name, batches in (("train", data.train), ("val", data.val)):
+            if batches is None:
+                continue
+            if positions is not None and batches.max_length > positions:
+                raise ValueError(
+                    f"max_length of the {name} data is {batches.max_length}, the teacher has {positions} positions; "
+                    f"set max_length={positions} or less."
+                )
+            largest = None if embeddings is None else batches.largest_id()
+            if largest is not None and embeddings is not None and largest >= embeddings:
+                raise ValueError(
+                    f"the {name} data hold the token id {largest}, the teacher embeds ids below {embeddings}; "
+                    "use a teacher of the same tokenizer."
+                )
+
     def train(self, mode: bool = True) -> WithTeacher:
         """Sets the mode of all but the teacher, which stays in eval mode."""
         super().train(mode)
@@ -64,7 +96,7 @@ class WithTeacher(EncoderModule):
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(self.config.seed)
                 self.projector = nn.Linear(student_width, teacher_width, bias=False, device="cpu")
-            self.projector.to(next(self.build_student().parameters()).device)
+            self.projector.to(next(self.build_student().parameters()))  # its device and type
 
     def project(self, hidden: Tensor) -> Tensor:
         """`[N, D]` -> `[N, E]`, the student's states in the teacher's width."""
