@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foundry_lightning import checkpoint as ckpt
 from foundry_lightning.callbacks.finite_guard import FiniteGuard
+from foundry_lightning.config import _TrainingFields
 from foundry_lightning.masking import batch_seed
 from foundry_lightning.optim import adamw_with_schedule
 from foundry_lightning.projection import PlainProjection, ScoredProjection
@@ -21,10 +22,10 @@ from foundry_lightning.students import StudentRecipe
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 # settings of the config that a Trainer owns; only the facades translate them
-_TRAINER_FIELDS = frozenset(
-    ("epochs", "max_grad_norm", "device", "grad_accumulation_steps", "torch_dtype", "eval_every", "save_every", "save_dir", "log_every", "log_backend", "devices", "num_nodes", "strategy", "num_workers", "run_name", "project", "progress_bar", "trainer_kwargs",)
-)
-)
+_TRAINER_FIELDS = {field.name for field in fields(_TrainingFields)} - {
+    *("learning_rate", "weight_decay", "lr_scheduler", "warmup_steps", "seed"),
+    *("gradient_checkpointing", "on_nonfinite"),
+}
 
 
 class EncoderModule(lightning.LightningModule):
