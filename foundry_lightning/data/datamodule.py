@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from foundry_lightning.checkpoint import changes
+from foundry_lightning.config import problems_to_error
 from foundry_lightning.data.loader import Deal, WindowLoader
 from foundry_lightning.data.pipeline import Batch, DataPipeline, ReadyBatches, as_batches
 from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -115,8 +116,8 @@ class MLMDataModule(lightning.LightningDataModule):
                     f"max_length of the {name} data is {batches.max_length}, the student has {max_positions} "
                     f"positions; set max_length={max_positions} or less."
                 )
-        if problems:
-            raise ValueError("data: " + " ".join(problems))
+            problems += batches.source_problems()
+        problems_to_error(problems, of="data")
         self._check_stream()
         if self.val is not None and getattr(getattr(self.val, "source", None), "one_shot", False):
             raise ValueError(

@@ -259,6 +259,15 @@ class DataPipeline:
                     partial.unlink(missing_ok=True)
         return Dataset.from_file(str(path))
 
+    def source_problems(self) -> list[str]:
+        """What is wrong with the first rows of a sized source."""
+        try:
+            if not self.is_stream:
+                self.source.validate()
+        except ValueError as error:
+            return [str(error)]
+        return []
+
     def largest_id(self) -> int | None:
         """The largest token id of ready rows; None where a tokenizer makes the ids, or for a stream."""
         if self.is_stream or self.tokenizer is not None:
@@ -452,6 +461,10 @@ class ReadyBatches:
                 digest.update(f"{name}{tuple(values.shape)}".encode())
                 digest.update(values.numpy().tobytes())
         return digest.hexdigest()
+
+    def source_problems(self) -> list[str]:
+        """Nothing: the batches were checked when they came."""
+        return []
 
     def largest_id(self) -> int:
         """The largest token id."""

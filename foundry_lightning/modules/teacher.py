@@ -58,16 +58,22 @@ class WithTeacher(EncoderModule):
             self.teacher.eval()
         return self.teacher
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether a term of the loss has the teacher in it."""
+        return True
+
     def connect_data(self, data: Any) -> None:
         """Also refuses rows that the teacher cannot read.
 
         Raises:
-            ValueError: rows longer than the teacher's positions, or token ids beyond its embedding.
+            ValueError: rows longer than the teacher's positions, or token ids that a model does not embed.
         """
         super().connect_data(data)
-        if self.teacher is None:
+        if not self.needs_teacher:
             return
-        positions, embeddings = max_positions(self.teacher), num_embeddings(self.teacher)
+        teacher = self.build_teacher()
+        positions = max_positions(teacher)
         for name, batches in (("train", data.train), ("val", data.val)):
             if batches is None:
                 continue
@@ -76,12 +82,16 @@ class WithTeacher(EncoderModule):
                     f"max_length of the {name} data is {batches.max_length}, the teacher has {positions} positions; "
                     f"set max_length={positions} or less."
                 )
-            largest = None if embeddings is None else batches.largest_id()
-            if largest is not None and embeddings is not None and largest >= embeddings:
-                raise ValueError(
-                    f"the {name} data hold the token id {largest}, the teacher embeds ids below {embeddings}; "
-                    "use a teacher of the same tokenizer."
-                )
+            largest = batches.largest_id()
+            if largest is None and batches.tokenizer is not None:
+                largest = max(batches.tokenizer.get_vocab().values())
+            for role, model in (("student", self.build_student()), ("teacher", teacher)):
+                embedded = num_embeddings(model)
+                if largest is not None and embedded is not None and largest >= embedded:
+                    raise ValueError(
+                        f"the {name} data go up to token id {largest}, the {role} embeds ids below {embedded}; "
+                        "student, teacher and data must share the tokenizer."
+                    )
 
     def train(self, mode: bool = True) -> WithTeacher:
         """Sets the mode of all but the teacher, which stays in eval mode."""
