@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
+from foundry_lightning.loggers import logger_records
+
 if TYPE_CHECKING:
     from foundry_lightning.modules.base import EncoderModule
 
@@ -56,8 +58,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads a checkpoint; see `read_checkpoint`."""
-        return read_checkpoint(path)
+        """Reads a checkpoint (see `read_checkpoint`), or the weights alone that forked ranks leave their parent."""
+        content = _read(path)
+        weights_alone = isinstance(content, dict) and "state_dict" not in content
+        return content if weights_alone else _checked(content, path)
 
 
 def sync_folder(folder: Path) -> None:
@@ -83,10 +87,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError: no such file.
         ValueError: truncated, holding pickled code, or not a checkpoint of this package.
     """
+    return _checked(_read(path), path)
+
+
+def _read(path: str | os.PathLike[str]) -> Any:
     if not Path(path).is_file():
         raise FileNotFoundError(f"checkpoint {path} does not exist; give a .ckpt file or the folder that holds one.")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"checkpoint {path} is damaged, or holds more than tensors and plain values, and was refused; nothing in "
@@ -94,6 +102,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
     except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is damaged or no checkpoint ({error}); use an older one.") from error
+
+
+def _checked(checkpoint: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or _KEY not in checkpoint:
         raise ValueError(f"checkpoint {path} was not written by foundry-lightning; give one of its .ckpt files.")
     if checkpoint[_KEY]["format"] != FORMAT:
@@ -128,7 +139,13 @@ def describe(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
         "settings": module.unchangeable(),
         "accumulation": trainer.accumulate_grad_batches,
         "num_ranks": trainer.world_size,
+        "loggers": logger_records(trainer),
     }
+
+
+def logged_as(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The loggers' records that a checkpoint's run was writing."""
+    return dict(checkpoint[_KEY].get("loggers", {}))
 
 
 def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, SaveEvery, StopOnSignal
 from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
-from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, read_checkpoint
+from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
 from foundry_lightning.modules.base import EncoderModule
@@ -111,9 +111,20 @@ class FoundryCLI(LightningCLI):
             return
         file = checkpoint_file(config.ckpt_path)
         config.ckpt_path = str(file)
-        read_checkpoint(file)
+        self._continue_logging(config.trainer, logged_as(read_checkpoint(file)))
         in_a_run = file.resolve().parent.parent == self.run_root.resolve()
         self.run_folder = file.parent if in_a_run or self.subcommand != "fit" else self._new_folder()
+
+    def _continue_logging(self, trainer: Any, records: dict[str, Any]) -> None:
+        """Lets the loggers that the config names go on in the records of the resumed run."""
+        loggers = trainer.get("logger")
+        for logger in loggers if isinstance(loggers, list) else [loggers]:
+            name = str(getattr(logger, "class_path", ""))
+            if name.endswith("WandbLogger") and records.get("wandb") and not logger.init_args.get("id"):
+                logger.init_args.id = records["wandb"]
+                logger.dict_kwargs = {**(logger.get("dict_kwargs") or {}), "resume": "allow"}
+            elif name.endswith("TensorBoardLogger") and logger.init_args.get("version") is None:
+                logger.init_args.version = records.get("tensorboard")
 
     def _new_folder(self) -> Path:
         # processes that Lightning starts on this node run this code again and must find the same folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,38 +14,15 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, SaveEvery, StopOnSignal
-from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, read_checkpoint
+from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint
 from foundry_lightning.config import PRECISIONS, DistilMLMConfig, EncoderDistillConfig, MLMConfig
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
+from foundry_lightning.loggers import build_logger, require_logger
 from foundry_lightning.modules.base import EncoderModule
 from foundry_lightning.modules.distil_mlm import DistilMLMLitModule
 from foundry_lightning.modules.encoder_distil import EncoderDistillLitModule
 from foundry_lightning.modules.mlm import MLMLitModule
-
-
-def build_logger(config: Any) -> Any:
-    """The Lightning logger of `log_backend`; False for `none`.
-
-    Raises:
-        ModuleNotFoundError: the backend's package is missing; the message holds the install command.
-    """
-    backend = config.log_backend
-    if backend == "none":
-        return False
-    if importlib.util.find_spec(backend) is None:
-        raise ModuleNotFoundError(
-            f"log_backend={backend!r} needs the package {backend}: pip install 'foundry-lightning[{backend}]'."
-        )
-    folder = config.save_dir or "."
-    if backend == "wandb":
-        from lightning.pytorch.loggers import WandbLogger
-
-        offline = os.environ.get("WANDB_MODE") == "offline"
-        return WandbLogger(project=config.project, name=config.run_name or None, save_dir=folder, offline=offline)
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    return TensorBoardLogger(folder, name=config.run_name or "tensorboard")
 
 
 def build_trainer(config: Any, *, callbacks: list[Callback], total_steps: int | None, logger: Any) -> lightning.Trainer:
@@ -90,9 +66,7 @@ class _Facade:
     def _start(self, module: EncoderModule) -> None:
         module.by_facade = True
         module.prepare()
-        build_logger_check = self.config.log_backend != "none"
-        if build_logger_check and importlib.util.find_spec(self.config.log_backend) is None:
-            build_logger(self.config)
+        require_logger(self.config.log_backend)
         self.module = module
         self._trainer: lightning.Trainer | None = None
         self._resume: Path | None = None
@@ -129,16 +103,10 @@ class _Facade:
             not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1
         ):
             raise ValueError(f"total_steps must be an integer of at least 1 or None, got {total_steps!r}.")
-        limits = {"max_steps": total_steps, "max_epochs": None}
-        clash = [
-            n
-            for n in limits
-            if total_steps is not None and self.config.trainer_kwargs.get(n, total_steps) not in (total_steps, -1, None)
-        ]
-        if clash:
+        limit = self.config.trainer_kwargs.get("max_steps")
+        if total_steps is not None and limit not in (None, -1, total_steps):
             raise ValueError(
-                f"total_steps={total_steps} and trainer_kwargs[{clash[0]!r}]={self.config.trainer_kwargs[clash[0]]} "
-                "both end the run; give one."
+                f"total_steps={total_steps} and trainer_kwargs['max_steps']={limit} both end the run; give one."
             )
         if on_step is not None and not callable(on_step):
             raise TypeError(f"on_step must be a function of (global_step, loss), got {type(on_step).__name__}.")
@@ -158,9 +126,9 @@ class _Facade:
         callbacks.append(stop)
         if saver is not None and self.config.save_every:
             callbacks.append(saver)
-        trainer = build_trainer(
-            self.config, callbacks=callbacks, total_steps=total_steps, logger=build_logger(self.config)
-        )
+        records = None if self._resume is None else logged_as(read_checkpoint(self._resume))
+        logger = build_logger(self.config, records=records)
+        trainer = build_trainer(self.config, callbacks=callbacks, total_steps=total_steps, logger=logger)
         trainer.fit(self.module, datamodule=data, ckpt_path=self._resume, weights_only=True)
         began(trainer)
         history.receive(trainer)
@@ -225,7 +193,11 @@ class _Facade:
             ValueError: a damaged checkpoint, or one of another model.
         """
         file = checkpoint_file(path)
-        load_student_weights(self.student, read_checkpoint(file))
+        checkpoint = read_checkpoint(file)
+        load_student_weights(self.student, checkpoint)
+        projector, weight = getattr(self.module, "projector", None), checkpoint["state_dict"].get("projector.weight")
+        if projector is not None and weight is not None:  # an evaluation before the next `train` needs it
+            projector.load_state_dict({"weight": weight})
         self._resume = file
 
 

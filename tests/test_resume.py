@@ -20,7 +20,15 @@ import torch
 from datasets import IterableDataset
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from foundry_lightning import DataPipeline, MLMConfig, MLMDataModule, MLMLitModule, MLMTrainer
+from foundry_lightning import (
+    DataPipeline,
+    DistilMLMConfig,
+    DistilMLMTrainer,
+    MLMConfig,
+    MLMDataModule,
+    MLMLitModule,
+    MLMTrainer,
+)
 from foundry_lightning.checkpoint import AtomicCheckpointIO
 from foundry_lightning.data import pipeline as pipeline_module
 from tests.conftest import BiasStudent, texts, tiny_bert
@@ -273,6 +281,7 @@ def test_the_facade_saves_before_within_and_after_train(tokenizer, tmp_path):
         assert seen == calls[step:]
         assert len(result["losses"]) == 5 - step
         assert torch.equal(weights(again.student), weights(trainer.student))
+        assert torch.load(again.save_checkpoint(tmp_path / "end"), weights_only=True)["global_step"] == 5
 
 
 def test_a_finished_run_with_nothing_left_does_nothing_and_loses_nothing(tokenizer, tmp_path):
@@ -550,6 +559,23 @@ def test_a_checkpoint_holds_the_student_and_its_moments_and_nothing_that_runs(to
     assert path.stat().st_size < 3.2 * size
     assert all(name.startswith("student.") for name in checkpoint["state_dict"])
     assert len(checkpoint["optimizer_states"][0]["state"]) == len(list(student.parameters()))
+
+
+def test_a_distillation_resumes_without_its_teacher_in_the_checkpoint(tokenizer, tmp_path):
+    def fit(resume=None):
+        watch = Watch(tmp_path, (3,))
+        config = DistilMLMConfig(**SETTINGS, grad_accumulation_steps=2, trainer_kwargs={"callbacks": [watch]})
+        trainer = DistilMLMTrainer(student_of(tokenizer), tiny_bert(30, seed=7, hidden_size=32), tokenizer, config)
+        if resume:
+            trainer.resume_from_checkpoint(resume)
+        trainer.train(source_of("texts", tokenizer, None), shuffle=True, total_steps=5)
+        return SimpleNamespace(**vars(watch), weights=weights(trainer.student))
+
+    whole = fit()
+    saved = torch.load(tmp_path / "3.ckpt", weights_only=True)["state_dict"]
+    assert not [name for name in saved if "teacher" in name]
+    assert [name for name in saved if not name.startswith("student.")], "the projector is saved"
+    assert_same_from(whole, fit(resume=tmp_path / "3.ckpt"), batches=2, updates=1)
 
 
 @pytest.mark.parametrize("failing", ["os.replace", "torch.save"])
