@@ -13,7 +13,16 @@ import pytest
 import torch
 from transformers import BertModel
 
-from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer, WithMLMHead
+from foundry_lightning import (
+    DataPipeline,
+    DistilMLMConfig,
+    DistilMLMTrainer,
+    EncoderDistillConfig,
+    EncoderDistillTrainer,
+    MLMConfig,
+    MLMTrainer,
+    WithMLMHead,
+)
 from tests.conftest import BiasStudent, texts, tiny_bert
 from tests.several import free_port, in_ranks
 
@@ -125,7 +134,7 @@ def test_uneven_ends_take_the_same_number_of_steps_on_all_ranks(tokenizer, tmp_p
     data = UNEVEN[case](tokenizer)
     num_batches = 5 if data.is_stream else data.num_batches()
     call = {"total_steps": 7} if data.is_stream else {}
-    settings = {"data": data, "learning_rate": 1e-3, "epochs": 3, "call": call}
+    settings = {"data": data, "learning_rate": 1e-3, "epochs": 3, "call": call, "masking": "whole_word"}
     one = train(1, tokenizer, grad_accumulation_steps=4, **settings)
     start = time.monotonic()
     several = ranks_of(num_ranks, tmp_path, tokenizer, grad_accumulation_steps=4 // num_ranks, **settings)
@@ -430,3 +439,31 @@ def test_a_script_ends_with_the_code_of_its_signal(tmp_path, strategy, number, c
     while not (tmp_path / "saved" / "checkpoint.ckpt").is_file():
         assert time.monotonic() < end, (tmp_path / "out.log").read_text()[-3000:]
         time.sleep(0.1)
+
+
+# ------------------------------------------------------------------ distillation
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("kind", ["distil_mlm", "encoder_distil"])
+def test_distillation_on_two_ranks_is_the_run_of_one(tokenizer, tmp_path, kind):
+    from transformers import BertConfig
+
+    def run(num_ranks: int) -> dict:
+        torch.manual_seed(3)  # the projector between the widths
+        student = tiny_bert(len(tokenizer))
+        teacher = tiny_bert(len(tokenizer), seed=1, hidden_size=32)
+        settings = {**QUIET, "devices": num_ranks, "strategy": "ddp" if num_ranks > 1 else "auto"}
+        settings |= {"learning_rate": 1e-3, "grad_accumulation_steps": 2 // num_ranks, "epochs": 2}
+        if kind == "distil_mlm":
+            trainer = DistilMLMTrainer(student, teacher, tokenizer, DistilMLMConfig(**settings))
+        else:
+            student = BertModel(BertConfig(**student.config.to_dict()))  # its pooler gets no gradient
+            trainer = EncoderDistillTrainer(student, teacher.bert, EncoderDistillConfig(**settings))
+        steps: list[tuple[int, float]] = []
+        data = DataPipeline(texts(20), tokenizer, batch_size=3, max_length=32)
+        result = trainer.train(data, data, on_step=lambda *pair: steps.append(pair))
+        weights = torch.cat([p.detach().flatten() for p in trainer.module.parameters()])
+        return {**result, "steps": steps, "weights": weights}
+
+    assert_same_run(run(1), in_ranks(lambda rank: run(2), 2, tmp_path), num_batches=7)

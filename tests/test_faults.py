@@ -32,7 +32,7 @@ def weights(student) -> torch.Tensor:
 
 # ------------------------------------------------------------------ signals
 
-RUN = {"learning_rate": 1e-3, "epochs": 6}  # of 12 batches
+RUN = {"learning_rate": 1e-3, "epochs": 3}  # of 12 batches
 
 
 def slow_run(num_ranks: int, tokenizer, folder, *, resume=False, pause=0.05, evaluate=False, **settings):
@@ -112,6 +112,30 @@ def test_without_a_folder_a_signal_ends_the_run_and_writes_nothing(tokenizer, tm
     os.kill(started.pids[0], signal.SIGTERM)
     assert started.wait(10) == [143], started.logs()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["at", "at0", "log0"]
+
+
+def test_an_evaluation_due_at_the_update_of_a_signal_is_left_out_and_the_state_saved(tokenizer, tmp_path):
+    from lightning.pytorch.callbacks import Callback
+
+    class Kill(Callback):
+        evaluated = 0
+
+        def on_before_optimizer_step(self, trainer, *_):
+            if trainer.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_validation_start(self, *_):
+            self.evaluated += 1
+
+    kill = Kill()
+    settings = {"eval_every": 1, "save_every": 1000, "save_dir": str(tmp_path / "saved")}
+    trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, config(**settings, trainer_kwargs={"callbacks": [kill]}))
+    with pytest.raises(SystemExit) as end:
+        trainer.train(rows(tokenizer), rows(tokenizer))
+    assert end.value.code == 143
+    assert kill.evaluated == 2
+    assert steps_saved(tmp_path) == [3]
+    assert not trainer.student.training
 
 
 def test_a_second_sigint_ends_the_process_at_once(tokenizer, tmp_path):

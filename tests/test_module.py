@@ -262,12 +262,14 @@ def test_two_layers_beat_the_unigram_baseline_of_held_out_text_and_not_with_shuf
 
     tokenizer = train_tokenizer("python-docs", vocab_size=8000)
     size = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+    size |= {"max_position_embeddings": 128, "initializer_range": 0.05, "hidden_dropout_prob": 0.0}
 
     def difference(shuffled: bool) -> float:
-        student = FromConfig("bert", {**size, "max_position_embeddings": 128}).build(tokenizer)
-        train = DataPipeline("python-docs", tokenizer, batch_size=32, max_length=128, group_by_length=True)
-        held_out = DataPipeline("python-docs:val", tokenizer, batch_size=32, max_length=128, group_by_length=True)
-        trainer = MLMTrainer(student, tokenizer, MLMConfig(learning_rate=1e-3, warmup_steps=60, progress_bar=False))
+        student = FromConfig("bert", size).build(tokenizer)
+        train = DataPipeline("python-docs", tokenizer, batch_size=64, max_length=128, group_by_length=True)
+        held_out = DataPipeline("python-docs:val", tokenizer, batch_size=64, max_length=128, group_by_length=True)
+        config = MLMConfig(learning_rate=2e-3, warmup_steps=60, mask_prob=0.25, progress_bar=False)
+        trainer = MLMTrainer(student, tokenizer, config)
         if shuffled:
             trainer.module.masking.__class__ = ShuffledLabels
         trainer.train(train, shuffle=True, total_steps=600)

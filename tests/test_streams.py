@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import warnings
 from types import SimpleNamespace
 
@@ -123,6 +124,14 @@ def test_an_endless_stream_is_read_only_a_window_ahead_of_the_updates(tokenizer)
 def test_an_endless_stream_ends_with_its_workers(tokenizer):
     data = pipe(lambda: itertools.cycle(ROWS), tokenizer)
     assert len(run(tokenizer, data, total_steps=5, num_workers=2).result["losses"]) == 5
+    assert not multiprocessing.active_children()
+
+    def stop(step, loss):
+        raise KeyError(step)
+
+    with pytest.raises(KeyError):
+        run(tokenizer, data, total_steps=5, num_workers=2, on_step=stop)
+    assert not multiprocessing.active_children()
 
 
 def test_a_stream_that_ends_early_starts_its_next_epoch_and_says_so_once(tokenizer):
@@ -141,6 +150,7 @@ def test_an_empty_stream_raises(tokenizer, workers, make):
     source = make or IterableDataset.from_generator(lambda: iter(()))
     with pytest.raises(ValueError, match="empty"):
         run(tokenizer, pipe(source, tokenizer), total_steps=3, num_workers=workers)
+    assert not multiprocessing.active_children()
 
 
 def test_a_one_shot_iterator_serves_one_epoch(tokenizer):

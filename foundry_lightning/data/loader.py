@@ -244,10 +244,14 @@ class WindowLoader:
             reader = _SizedReader(self.batches, order=order, deal=deal, finish=finish, reading=reading)
             loader = DataLoader(reader, sampler=range(start, len(reader)), **options)
         batches = iter(loader)
-        while window := list(islice(batches, deal.accumulation)):
-            if self.count is not None:
-                self._attach_totals(window, deal)
-            yield from window
+        try:
+            while window := list(islice(batches, deal.accumulation)):
+                if self.count is not None:
+                    self._attach_totals(window, deal)
+                yield from window
+        finally:
+            if self.num_workers:  # an error's traceback would keep them, and garbage collection wait for them in vain
+                batches._shutdown_workers()  # type: ignore[attr-defined]
 
     def explain(self, error: BaseException) -> None:
         """Names the batches that were being read where the error says that a worker died."""

@@ -111,7 +111,7 @@ class EncoderDistillLitModule(WithTeacher):
 def _width(model: nn.Module, name: str) -> int:
     """Width of `.last_hidden_state`, measured on two tokens; modes and generators stay as they are."""
     modes = {module: module.training for module in model.modules()}
-    device = next(model.parameters()).device
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
