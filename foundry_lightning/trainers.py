@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, SaveEvery, StopOnSignal
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint
-from foundry_lightning.config import PRECISIONS, DistilMLMConfig, EncoderDistillConfig, MLMConfig
+from foundry_lightning.config import PRECISIONS, DistilMLMConfig, EncoderDistillConfig, MLMConfig, problems_to_error
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
 from foundry_lightning.loggers import build_logger, require_logger
@@ -25,7 +26,9 @@ from foundry_lightning.modules.encoder_distil import EncoderDistillLitModule
 from foundry_lightning.modules.mlm import MLMLitModule
 
 
-def build_trainer(config: Any, *, callbacks: list[Callback], total_steps: int | None, logger: Any) -> lightning.Trainer:
+def build_trainer(
+    config: Any, *, callbacks: list[Callback], total_steps: int | None, logger: Any, evaluates: bool = True
+) -> lightning.Trainer:
     """Translates a config into a `lightning.Trainer`; `trainer_kwargs` win, their callbacks and plugins are added."""
     extra = dict(config.trainer_kwargs)
     plugins = list(extra.pop("plugins", None) or [])
@@ -45,6 +48,7 @@ def build_trainer(config: Any, *, callbacks: list[Callback], total_steps: int | 
         "gradient_clip_val": config.max_grad_norm or None,
         "check_val_every_n_epoch": None,
         "val_check_interval": NEVER,
+        "limit_val_batches": None if evaluates else 0,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": config.log_every,
         "logger": logger,
@@ -57,6 +61,18 @@ def build_trainer(config: Any, *, callbacks: list[Callback], total_steps: int | 
     return lightning.Trainer(**{**settings, **extra}, callbacks=callbacks, plugins=plugins)
 
 
+def _device_problems(config: Any) -> list[str]:
+    """What this machine does not have."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    problems = []
+    if not there.get(config.device, True):
+        problems.append(f"device={config.device!r} is not there, torch finds none; set device='auto' or 'cpu'.")
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not any(there.values()))
+    if config.torch_dtype == "float16" and on_cpu:
+        problems.append("torch_dtype='float16' needs a GPU, and this run is on the CPU; use 'bfloat16' or 'float32'.")
+    return problems
+
+
 class _Facade:
     """Builds the objects, fits, returns the result. No loop of its own."""
 
@@ -64,9 +80,10 @@ class _Facade:
     config: Any
 
     def _start(self, module: EncoderModule) -> None:
+        problems_to_error(_device_problems(self.config), of=type(self).__name__)
+        require_logger(self.config.log_backend)
         module.by_facade = True
         module.prepare()
-        require_logger(self.config.log_backend)
         self.module = module
         self._trainer: lightning.Trainer | None = None
         self._resume: Path | None = None
@@ -128,7 +145,9 @@ class _Facade:
             callbacks.append(saver)
         records = None if self._resume is None else logged_as(read_checkpoint(self._resume))
         logger = build_logger(self.config, records=records)
-        trainer = build_trainer(self.config, callbacks=callbacks, total_steps=total_steps, logger=logger)
+        trainer = build_trainer(
+            self.config, callbacks=callbacks, total_steps=total_steps, logger=logger, evaluates=eval_dataset is not None
+        )
         trainer.fit(self.module, datamodule=data, ckpt_path=self._resume, weights_only=True)
         began(trainer)
         history.receive(trainer)

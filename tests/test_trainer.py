@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
 from tests.conftest import BiasStudent, texts, tiny_bert
@@ -123,6 +123,10 @@ def test_training_lowers_the_loss_and_the_export_loads(tokenizer, tmp_path):
     inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
         assert torch.allclose(model.eval()(**inputs).logits, trainer.student(**inputs).logits, atol=1e-6)
+    body = AutoModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    with torch.no_grad():
+        states = body(**inputs).last_hidden_state
+        assert torch.allclose(states, trainer.student.base_model(**inputs).last_hidden_state, atol=1e-6)
     embedding, decoder = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert embedding.data_ptr() == decoder.data_ptr()
 
@@ -137,6 +141,31 @@ def test_the_student_is_trained_in_train_mode_and_left_in_eval_mode(tokenizer):
     assert modes
     assert all(modes)
     assert not any(module.training for module in trainer.student.modules())
+
+
+def test_without_a_tokenizer_the_configs_ids_are_written_drawn_and_taken_for_padding():
+    student = tiny_bert(30)
+    seen = []
+    student.register_forward_pre_hook(lambda m, a, k: m.training and seen.append(k), with_kwargs=True)
+    ids = torch.randint(10, 20, (64, 30), generator=torch.Generator().manual_seed(0))
+    ids[:, 20:] = 9
+    config = MLMConfig(mask_token_id=7, pad_token_id=9, vocab_size=25, mask_prob=1.0, **QUIET)
+    MLMTrainer(student, config=config).train([ids])
+    (inputs,) = seen
+    assert torch.equal(inputs["attention_mask"], (ids != 9).long())
+    assert torch.equal(inputs["input_ids"][:, 20:], ids[:, 20:])
+    written = inputs["input_ids"][:, :20]
+    changed = written != ids[:, :20]
+    assert (written == 7).float().mean().item() == pytest.approx(0.8, abs=0.05)
+    assert set(written[changed].tolist()) == set(range(25)) - {9}
+
+
+def test_a_device_that_is_not_there_is_refused(tokenizer):
+    missing = "cuda" if not torch.cuda.is_available() else "mps"
+    with pytest.raises(ValueError, match=f"device='{missing}' is not there, torch finds none"):
+        MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(device=missing))
+    with pytest.raises(ValueError, match="torch_dtype='float16' needs a GPU"):
+        MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(device="cpu", torch_dtype="float16"))
 
 
 @pytest.mark.parametrize(
