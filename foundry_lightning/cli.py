@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import warnings
+from argparse import ArgumentError
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import CheckpointIO
+from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, SaveEvery, StopOnSignal
 from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
@@ -24,6 +28,7 @@ from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
 from foundry_lightning.modules.base import EncoderModule
 
+_LOOPS = ("fit", "validate", "test", "predict")
 _OVERVIEW = """\
 foundry-lightning: pretrain your own encoder from raw text, or distil one from a teacher.
 
@@ -75,9 +80,25 @@ class FoundryCLI(LightningCLI):
                 "enable_progress_bar": False,
                 "gradient_clip_val": 1.0,
             },
+            parser_kwargs={"exit_on_error": False, **{name: {"exit_on_error": False} for name in _LOOPS}},
             args=args,
             run=run,
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses, and turns what does not parse into one sentence.
+
+        Raises:
+            ValueError: an unknown option (with the closest known one), or a value that does not fit.
+        """
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            text = str(error)
+            unknown = re.search(r"unrecognized arguments: (--[\w.]+)", text)
+            options = [o for p in self._subcommand_parsers.values() for a in p._actions for o in a.option_strings]
+            close = get_close_matches(unknown[1], options, n=1) if unknown else []
+            raise ValueError(text + (f"; did you mean {close[0]}?" if close else "")) from error
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds what this package has beside Lightning's own settings."""
@@ -278,7 +299,9 @@ def _quiet() -> None:
     """Leaves out what Lightning says of itself at each start; warnings of this package and errors stay."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")
+    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training")  # a teacher always is
     # meant so: EncoderModule looks at every batch, ours and a user's own
     warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")
 
@@ -302,6 +325,13 @@ def main(args: list[str] | None = None) -> int:
 
             command = _COMMANDS[args[0]]
             auto_cli(command, args=args[1:], prog=f"foundry-lightning {args[0]}", as_positional=False)
+        elif args[0] not in _LOOPS:
+            names = [*_LOOPS, *_COMMANDS]
+            close = get_close_matches(args[0], names, n=1)
+            raise ValueError(
+                f"unknown command {args[0]!r}; "
+                + (f"did you mean {close[0]}?" if close else f"the commands are {', '.join(names)}.")
+            )
         else:
             sys.argv = ["foundry-lightning", *args]
             FoundryCLI()

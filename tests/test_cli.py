@@ -208,7 +208,8 @@ def test_from_yaml_builds_what_the_command_line_would(project):
         (("--model.init_args.student.init_args.config.hidden_sise", "8"), "hidden_size"),
         (("--model.init_args.config.warmup_steps", "50"), "warmup_steps must not exceed the run's 6 updates"),
         (("--data.init_args.tokenizer", "nowhere"), "nowhere"),
-        (("--trainer.max_stepz", "3"), "max_stepz"),
+        (("--trainer.max_stepz", "3"), "did you mean --trainer.max_steps?"),
+        (("--trainer.max_steps", "many"), "many"),
     ],
 )
 def test_bad_input_is_one_sentence_on_stderr_exit_code_2_and_nothing_written(project, args, message):
@@ -217,6 +218,11 @@ def test_bad_input_is_one_sentence_on_stderr_exit_code_2_and_nothing_written(pro
     assert message in out
     assert "Traceback" not in out
     assert not Path("runs/tiny/1/checkpoint.ckpt").exists()
+
+
+def test_an_unknown_command_suggests_the_right_one(capsys):
+    assert main(["fti"]) == 2
+    assert "unknown command 'fti'; did you mean fit?" in capsys.readouterr().err
 
 
 def test_help_lists_the_commands_with_examples(capsys):
