@@ -36,9 +36,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Writes `checkpoint` to `path`.
 
         Raises:
+            ValueError: a file stands where a folder should, or a folder in the place of the file.
             OSError: the disk is full or not writable; an older checkpoint at `path` is kept.
         """
         target = Path(path)
+        require_folder(target.parent, name="checkpoint path")
+        if target.is_dir():
+            raise ValueError(f"checkpoint path must name a file, and {target} is a folder; give a name in it.")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")  # what a kill leaves, the next save of this step removes
         try:
@@ -74,9 +78,39 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def path_of(path: Any, *, name: str) -> Path:
+    """`path` as a `Path`.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: it is empty, which would mean the working folder.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {path!r}; give a string or a pathlib.Path.")
+    if path == "":
+        raise ValueError(f"{name} must be a path, got an empty string; give '.' for the working folder.")
+    return Path(path)
+
+
+def require_folder(folder: Path, *, name: str) -> None:
+    """Refuses a folder that cannot be made.
+
+    Raises:
+        ValueError: it, or what it would lie in, is a file.
+    """
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{name} must be a folder or lie in one, and {existing} is a file; give another.")
+
+
 def checkpoint_file(path: str | os.PathLike[str]) -> Path:
-    """A path not ending in `.ckpt` is a folder and means the `checkpoint.ckpt` in it."""
-    path = Path(path)
+    """A path not ending in `.ckpt` is a folder and means the `checkpoint.ckpt` in it.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: it is empty.
+    """
+    path = path_of(path, name="checkpoint path")
     return path if path.suffix == ".ckpt" else path / "checkpoint.ckpt"
 
 
@@ -100,19 +134,26 @@ def _read(path: str | os.PathLike[str]) -> Any:
             f"checkpoint {path} is damaged, or holds more than tensors and plain values, and was refused; nothing in "
             "it was run, use another one."
         ) from error
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
+    except Exception as error:  # damaged bytes make the reader raise almost anything
         raise ValueError(f"checkpoint {path} is damaged or no checkpoint ({error}); use an older one.") from error
 
 
 def _checked(checkpoint: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
-    if not isinstance(checkpoint, dict) or _KEY not in checkpoint:
+    content: dict[str, Any] = checkpoint if isinstance(checkpoint, dict) else {}
+    own = content.get(_KEY)
+    if not isinstance(own, dict) or "format" not in own:
         raise ValueError(f"checkpoint {path} was not written by foundry-lightning; give one of its .ckpt files.")
-    if checkpoint[_KEY]["format"] != FORMAT:
+    if own["format"] != FORMAT:
         raise ValueError(
-            f"checkpoint {path} has format {checkpoint[_KEY]['format']}, this version reads {FORMAT}; "
+            f"checkpoint {path} has format {own['format']!r}, this version reads {FORMAT}; "
             "use the version that wrote it."
         )
-    return checkpoint
+    lacking = [name for name in ("state_dict", "loops") if not isinstance(content.get(name), dict)]
+    lacking += [name for name in ("global_step",) if name not in content]
+    lacking += [name for name in ("module", "settings", "accumulation", "num_ranks") if name not in own]
+    if lacking:
+        raise ValueError(f"checkpoint {path} lacks {', '.join(lacking)} and cannot be used; use another one.")
+    return content
 
 
 def architecture(model: nn.Module | None) -> str:

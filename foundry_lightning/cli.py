@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, SaveEvery, StopOnSignal
 from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
-from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint
+from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, path_of, read_checkpoint
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
 from foundry_lightning.modules.base import EncoderModule
@@ -228,11 +228,15 @@ def from_yaml(path: str | os.PathLike[str]) -> tuple[lightning.Trainer, EncoderM
 
     Raises:
         FileNotFoundError: no such file.
+        TypeError: `path` is no path.
         ValueError: a config that does not fit.
     """
-    if not Path(path).is_file():
+    if not path_of(path, name="config path").is_file():
         raise FileNotFoundError(f"config {path} does not exist; give a YAML file such as configs/mlm.yaml.")
-    cli = FoundryCLI(["--config", str(path)], run=False)
+    try:
+        cli = FoundryCLI(["--config", str(path)], run=False)
+    except (ValueError, TypeError, AttributeError, MisconfigurationException) as error:
+        raise ValueError(f"config {path} does not fit: {error}") from error
     return cli.trainer, cli.model, cli.datamodule
 
 

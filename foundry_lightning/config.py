@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from numbers import Integral
+from typing import Any, TypeGuard
 
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -23,14 +24,18 @@ def problems_to_error(problems: list[str], *, of: str) -> None:
         raise ValueError(f"{of}: {len(problems)} problems:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-class _Checks:
-    """Collects one sentence per broken rule: field, value received, rule, next action."""
+SEED_END = 2**63 - 1
+
+
+class Checks:
+    """Collects one sentence per broken rule of an object's fields: field, value received, rule, next action."""
 
     def __init__(self, config: object) -> None:
         self.config = config
         self.problems: list[str] = []
 
     def add(self, name: str, rule: str, action: str = "") -> None:
+        """Adds the sentence of a broken rule."""
         hint = action or _EXAMPLES.get(name, "")
         got = getattr(self.config, name)
         self.problems.append(f"{name} must {rule}, got {got!r}" + (f"; {hint}." if hint else "."))
@@ -38,6 +43,7 @@ class _Checks:
     def number(
         self, name: str, *, low: float, high: float = math.inf, low_open: bool = False, action: str = ""
     ) -> None:
+        """A finite number of an interval."""
         value = getattr(self.config, name)
         interval = f"{'(' if low_open else '['}{low:g}, {'∞)' if high == math.inf else f'{high:g}]'}"
         inside = (
@@ -50,20 +56,48 @@ class _Checks:
         if not inside:
             self.add(name, f"lie in {interval}", action)
 
-    def integer(self, name: str, *, low: int, optional: bool = False, action: str = "") -> None:
+    def integer(
+        self, name: str, *, low: int, high: int | None = None, optional: bool = False, action: str = ""
+    ) -> None:
+        """A whole number of an interval, or None where that is allowed."""
         value = getattr(self.config, name)
         if optional and value is None:
             return
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            self.add(name, f"be an integer of at least {low}" + (" or None" if optional else ""), action)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+            end = "" if high is None else f" and at most {high}"
+            self.add(name, f"be an integer of at least {low}{end}" + (" or None" if optional else ""), action)
+
+    def token_ids(self, name: str) -> None:
+        """Whole numbers of at least 0."""
+        ids = getattr(self.config, name)
+        if not isinstance(ids, (tuple, list, set, frozenset)) or not all(_is_integer(i) and i >= 0 for i in ids):
+            self.add(name, "be a sequence of token ids")
+
+    def replacement_shares(self) -> None:
+        """`mask_replace_prob` and `random_replace_prob`, each and together."""
+        names = ("mask_replace_prob", "random_replace_prob")
+        for name in names:
+            self.number(name, low=0, high=1)
+        shares = [getattr(self.config, name) for name in names]
+        if all(isinstance(share, (int, float)) for share in shares) and sum(shares) > 1 + 1e-9:
+            self.problems.append(
+                f"mask_replace_prob + random_replace_prob must not exceed 1, got {shares[0]} + {shares[1]}; "
+                "the rest of the masked tokens stays as it is."
+            )
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        """One of the allowed words."""
         if getattr(self.config, name) not in allowed:
             self.add(name, "be one of " + ", ".join(map(repr, allowed)))
 
     def kind(self, name: str, kind: type | tuple[type, ...], description: str) -> None:
+        """An object of a type."""
         if not isinstance(getattr(self.config, name), kind):
             self.add(name, f"be {description}")
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass
@@ -73,7 +107,7 @@ class _MaskingFields:
     pad_token_id: int = 0
     vocab_size: int | None = None
 
-    def _check_masking(self, checks: _Checks) -> None:
+    def _check_masking(self, checks: Checks) -> None:
         checks.number("mask_prob", low=0, high=1, low_open=True)
         checks.integer("mask_token_id", low=0, optional=True)
         checks.integer("pad_token_id", low=0)
@@ -108,7 +142,7 @@ class _TrainingFields:
     on_nonfinite: str = field(default="raise", kw_only=True)
     trainer_kwargs: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
-    def _check_training(self, checks: _Checks) -> None:
+    def _check_training(self, checks: Checks) -> None:
         checks.number("learning_rate", low=0)
         checks.integer("epochs", low=1, action="total_steps of train() shortens a run")
         checks.number("weight_decay", low=0)
@@ -123,7 +157,7 @@ class _TrainingFields:
         checks.integer("log_every", low=1)
         checks.choice("log_backend", LOG_BACKENDS)
         checks.choice("on_nonfinite", ("raise", "skip"))
-        checks.integer("seed", low=0)
+        checks.integer("seed", low=0, high=SEED_END)
         checks.integer("num_nodes", low=1)
         checks.integer("num_workers", low=0)
         for name in ("save_dir", "run_name", "project", "strategy"):
@@ -131,6 +165,14 @@ class _TrainingFields:
         for name in ("progress_bar", "gradient_checkpointing"):
             checks.kind(name, bool, "True or False")
         checks.kind("trainer_kwargs", dict, "a dict of lightning.Trainer arguments")
+        devices = self.devices
+        if isinstance(devices, (list, tuple)):
+            fits = bool(devices) and all(_is_integer(number) and number >= 0 for number in devices)
+        else:
+            fits = _is_integer(devices) and devices >= -1 and devices != 0
+            fits = fits or (isinstance(devices, str) and devices != "")
+        if not fits:
+            checks.add("devices", "be 'auto', a number of devices of at least 1, -1 for all, or a list of numbers")
         if isinstance(self.save_every, int) and self.save_every > 0 and self.save_dir == "":
             checks.problems.append(
                 f"save_every={self.save_every} needs a place to write to; set save_dir, or save_every=0."
@@ -191,27 +233,16 @@ class MLMConfig(_TrainingFields, _MaskingFields):
 
     def validate(self) -> None:
         """Raises one ValueError for all problems of the fields."""
-        checks = _Checks(self)
+        checks = Checks(self)
         self._check(checks)
         problems_to_error(checks.problems, of=type(self).__name__)
 
-    def _check(self, checks: _Checks) -> None:
+    def _check(self, checks: Checks) -> None:
         self._check_masking(checks)
         self._check_training(checks)
         checks.choice("masking", MASKING_STRATEGIES)
-        checks.number("mask_replace_prob", low=0, high=1)
-        checks.number("random_replace_prob", low=0, high=1)
-        shares = (self.mask_replace_prob, self.random_replace_prob)
-        if all(isinstance(s, (int, float)) for s in shares) and sum(shares) > 1 + 1e-9:
-            checks.problems.append(
-                f"mask_replace_prob + random_replace_prob must not exceed 1, got {shares[0]} + {shares[1]}; "
-                "the rest of the masked tokens stays as it is."
-            )
-        ids = self.special_token_ids
-        if not isinstance(ids, (tuple, list, set, frozenset)) or not all(
-            isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids
-        ):
-            checks.add("special_token_ids", "be a sequence of token ids")
+        checks.replacement_shares()
+        checks.token_ids("special_token_ids")
 
 
 @dataclass
@@ -237,7 +268,7 @@ class DistilMLMConfig(MLMConfig):
     distill_on: str = field(default="masked", kw_only=True)
     teacher_dtype: str = field(default="float32", kw_only=True)
 
-    def _check(self, checks: _Checks) -> None:
+    def _check(self, checks: Checks) -> None:
         super()._check(checks)
         weights = ("mlm_weight", "distill_weight", "cosine_weight")
         for name in weights:
@@ -271,7 +302,7 @@ class EncoderDistillConfig(_TrainingFields):
 
     def validate(self) -> None:
         """Raises one ValueError for all problems of the fields."""
-        checks = _Checks(self)
+        checks = Checks(self)
         self._check_training(checks)
         checks.choice("loss", ("mse", "cosine"))
         checks.choice("teacher_dtype", tuple(PRECISIONS))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from foundry_lightning.checkpoint import read_checkpoint
+from foundry_lightning.checkpoint import path_of, read_checkpoint, require_folder
 
 _CARD = """---
 library_name: transformers
@@ -51,11 +51,11 @@ def export_student(
         facts: Lines of the model card's table: settings and validation figures.
 
     Raises:
-        ValueError: `path` is a file.
+        TypeError: `path` is no path.
+        ValueError: `path` is empty, or a file stands in its way.
     """
-    folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"export path {folder} must be a folder, and is a file; give another.")
+    folder = path_of(path, name="export path")
+    require_folder(folder, name="export path")
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(student, "save_pretrained"):
         with _no_progress_bar():
@@ -99,9 +99,9 @@ def load_student_weights(student: nn.Module, checkpoint: str | os.PathLike[str] 
     problems = [f"{name} is missing" for name in own if name not in weights]
     problems += [f"{name} is unknown to the student" for name in weights if name not in own]
     problems += [
-        f"{name} has the shape {list(weights[name].shape)}, the student {list(own[name].shape)}"
+        f"{name} has the shape {list(getattr(weights[name], 'shape', []))}, the student {list(own[name].shape)}"
         for name in own
-        if name in weights and weights[name].shape != own[name].shape
+        if name in weights and getattr(weights[name], "shape", None) != own[name].shape
     ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""

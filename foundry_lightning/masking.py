@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from foundry_lightning.config import MASKING_STRATEGIES, Checks, problems_to_error
 
 PIECE_SHIFT = 40  # row number of piece p of a split text t: t + (p << PIECE_SHIFT)
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -124,19 +127,15 @@ class Masking:
     random_replace_prob: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_prob <= 1:
-            raise ValueError(
-                f"mask_prob must lie in (0, 1], got {self.mask_prob}; it is the share of eligible tokens to mask."
-            )
-        if min(self.mask_replace_prob, self.random_replace_prob) < 0 or (
-            self.mask_replace_prob + self.random_replace_prob > 1 + 1e-9
-        ):
-            raise ValueError(
-                "mask_replace_prob and random_replace_prob must not be negative nor exceed 1 together, got "
-                f"{self.mask_replace_prob} and {self.random_replace_prob}."
-            )
-        if self.strategy not in ("token", "whole_word", "span"):
-            raise ValueError(f"strategy must be one of 'token', 'whole_word', 'span', got {self.strategy!r}.")
+        checks = Checks(self)
+        checks.integer("seed", low=0)
+        checks.integer("mask_token_id", low=0)
+        checks.token_ids("special_token_ids")
+        checks.integer("vocab_size", low=1)
+        checks.number("mask_prob", low=0, high=1, low_open=True)
+        checks.choice("strategy", MASKING_STRATEGIES)
+        checks.replacement_shares()
+        problems_to_error(checks.problems, of="masking")
         special = tuple(sorted({int(i) for i in self.special_token_ids} | {int(self.mask_token_id)}))
         object.__setattr__(self, "special_token_ids", special)
         if self.random_replace_prob > 0 and self._num_ordinary < 1:
@@ -362,6 +361,10 @@ def masked_positions(chosen: Tensor, num_masked: int | None = None) -> Tensor:
     return torch.nonzero_static(flat, size=num_masked).squeeze(1)
 
 
+def _is_integral(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
 def mask_tokens(
     input_ids: Tensor,
     *,
@@ -396,31 +399,43 @@ def mask_tokens(
         word_ids: `[B, S]` word of each token (−1: none), for `whole_word`.
 
     Raises:
-        ValueError: a share outside its range, shapes that do not fit, `whole_word` without word ids.
+        TypeError: `input_ids` is no tensor of integers.
+        ValueError: a setting outside its range, shapes that do not fit, `whole_word` without word ids.
 
     Returns:
         The masked batch.
     """
+    if not isinstance(input_ids, Tensor) or not _is_integral(input_ids):
+        got: Any = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise TypeError(f"input_ids must be a tensor of integers, got {got}; give int64 [batch, sequence].")
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must have the shape [batch, sequence], got {list(input_ids.shape)}.")
-    row_ids = torch.as_tensor(row_ids, dtype=torch.int64, device=input_ids.device)
-    if row_ids.shape[0] != input_ids.shape[0]:
-        raise ValueError(f"row_ids must name one row per sequence: {row_ids.shape[0]} for {input_ids.shape[0]} rows.")
+    try:
+        rows = torch.as_tensor(row_ids, device=input_ids.device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"row_ids must be whole numbers of 64 bits, one per row, got {row_ids!r}.") from error
+    if rows.dim() not in (1, 2) or rows.shape[0] != input_ids.shape[0]:
+        got = f"{rows.shape[0]}" if rows.dim() else "a single number"
+        raise ValueError(f"row_ids must name one row per sequence: {got} for {input_ids.shape[0]} rows.")
+    if rows.numel() and not _is_integral(rows):
+        raise ValueError(f"row_ids must be whole numbers, one per row, got {rows.dtype}.")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask must have the shape of input_ids, got {list(attention_mask.shape)} and "
-            f"{list(input_ids.shape)}."
-        )
+    for name, value in (("attention_mask", attention_mask), ("word_ids", word_ids)):
+        if value is not None and getattr(value, "shape", None) != input_ids.shape:
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name} must have the shape of input_ids, got {got} and {list(input_ids.shape)}.")
+    checks = Checks(SimpleNamespace(epoch=epoch))
+    checks.integer("epoch", low=0)
+    problems_to_error(checks.problems, of="masking")
     masking = Masking(
         seed=seed,
         mask_token_id=mask_token_id,
-        special_token_ids=tuple(special_token_ids),
+        special_token_ids=special_token_ids,  # type: ignore[arg-type]  # made a tuple where it is checked
         vocab_size=vocab_size,
         mask_prob=mask_prob,
         strategy=strategy,
         mask_replace_prob=mask_replace_prob,
         random_replace_prob=random_replace_prob,
     )
-    return masking(input_ids, attention_mask=attention_mask, row_ids=row_ids, epoch=epoch, word_ids=word_ids)
+    return masking(input_ids, attention_mask=attention_mask, row_ids=rows.long(), epoch=epoch, word_ids=word_ids)

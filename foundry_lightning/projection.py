@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput
 
+from foundry_lightning.config import Checks, problems_to_error
 from foundry_lightning.losses import IGNORED_LABEL, Scored
 
 _WIDTH_NAMES = ("hidden_size", "dim", "d_model", "n_embd")
@@ -122,6 +124,20 @@ def output_vocab_size(model: nn.Module) -> int:
         return _logits(model(**_probe_inputs(model))).shape[-1]
 
 
+def require_inputs(model: nn.Module, *, name: str) -> None:
+    """Refuse a model whose forward does not take what every batch holds.
+
+    Raises:
+        TypeError: it lacks ``input_ids`` or ``attention_mask``.
+    """
+    lacking = [argument for argument in ("input_ids", "attention_mask") if not _accepts(model, argument)]
+    if lacking:
+        raise TypeError(
+            f"{name} must take {' and '.join(lacking)} in its forward, got {type(model).__name__}; add the argument, "
+            "or wrap an encoder as WithMLMHead(encoder)."
+        )
+
+
 def hidden_size(model: nn.Module) -> int:
     """Measure D, the width of the body's last hidden states, by a tiny forward that leaves the model as it was.
 
@@ -153,7 +169,8 @@ class WithMLMHead(nn.Module):
         tie_weights: use the input embedding ``[V, D]`` as the last Linear's weight.
 
     Raises:
-        ValueError: a size is not known, or the weights cannot be tied.
+        TypeError: the encoder is no module.
+        ValueError: a size is not known or no size, or the weights cannot be tied.
     """
 
     def __init__(
@@ -164,6 +181,12 @@ class WithMLMHead(nn.Module):
         tie_weights: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(encoder, nn.Module):
+            raise TypeError(f"encoder must be a torch.nn.Module, got {type(encoder).__name__}; give the model itself.")
+        checks = Checks(SimpleNamespace(hidden_size=hidden_size, vocab_size=vocab_size))
+        checks.integer("hidden_size", low=1, optional=True)
+        checks.integer("vocab_size", low=2, optional=True)
+        problems_to_error(checks.problems, of="WithMLMHead")
         self.encoder = encoder
         config = getattr(encoder, "config", None)
         if config is not None:
@@ -225,6 +248,11 @@ class WithMLMHead(nn.Module):
         if attention_mask is not None and self._takes_attention_mask:
             kwargs["attention_mask"] = attention_mask
         hidden = _first(self.encoder(input_ids, **kwargs))
+        if hidden.shape[-1] != self.dense.in_features:
+            raise ValueError(
+                f"hidden_size must be the encoder's width {hidden.shape[-1]}, got {self.dense.in_features}; "
+                "correct it in WithMLMHead(encoder, hidden_size)."
+            )
         logits = self.decoder(self.norm(F.gelu(self.dense(hidden))))
         loss = None
         if labels is not None:
@@ -265,7 +293,7 @@ def _logits(output: Any) -> Tensor:
     logits = output
     if hasattr(output, "logits"):
         logits = output.logits
-    elif isinstance(output, (tuple, list)):
+    elif isinstance(output, (tuple, list)) and output:
         logits = output[0]
     if not isinstance(logits, Tensor):
         raise TypeError(
@@ -280,7 +308,7 @@ def _first(output: Any) -> Tensor:
     hidden = output
     if hasattr(output, "last_hidden_state"):
         hidden = output.last_hidden_state
-    elif isinstance(output, (tuple, list)):
+    elif isinstance(output, (tuple, list)) and output:
         hidden = output[0]
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
         got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(output).__name__

@@ -80,10 +80,12 @@ class FromConfig(StudentRecipe):
         pad_vocab_to_multiple_of: int = 1,
         seed: int = 42,
     ) -> None:
-        if pad_vocab_to_multiple_of < 1:
+        if not isinstance(pad_vocab_to_multiple_of, int) or pad_vocab_to_multiple_of < 1:
             raise ValueError(
-                f"pad_vocab_to_multiple_of must be at least 1, got {pad_vocab_to_multiple_of}; use 1 for no padding."
+                f"pad_vocab_to_multiple_of must be at least 1, got {pad_vocab_to_multiple_of!r}; use 1 for no padding."
             )
+        if config is not None and not isinstance(config, dict):
+            raise TypeError(f"config must be a dict of the architecture's settings, got {type(config).__name__}.")
         self.model_type = model_type
         self.config = config
         self.pad_vocab_to_multiple_of = pad_vocab_to_multiple_of
@@ -143,8 +145,11 @@ class FromConfig(StudentRecipe):
                 f"pad_token_id must lie below vocab_size {config.vocab_size}, got {pad_token_id}; "
                 "give a tokenizer that has a padding token, or name pad_token_id in config."
             )
-        with _fresh_generator(self.seed):
-            student: nn.Module = AutoModelForMaskedLM.from_config(config)
+        try:
+            with _fresh_generator(self.seed):
+                student: nn.Module = AutoModelForMaskedLM.from_config(config)
+        except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+            raise ValueError(f"config makes no model of type {self.model_type!r}: {error}; correct it.") from error
         return student
 
 
@@ -517,8 +522,9 @@ def _chosen_layers(depth: int, num_layers: int | None, layers: list[int] | None)
     if (num_layers is None) == (layers is None):
         raise ValueError(f"give num_layers or layers, and not both, got num_layers={num_layers} and layers={layers}.")
     if layers is not None:
-        chosen = list(layers)
-        increasing = all(left < right for left, right in zip(chosen, chosen[1:], strict=False))
+        chosen = list(layers) if isinstance(layers, (list, tuple, range)) else [layers]
+        numbered = not isinstance(layers, int) and all(type(layer) is int for layer in chosen)
+        increasing = numbered and all(left < right for left, right in zip(chosen, chosen[1:], strict=False))
         if not chosen or not increasing or chosen[0] < 0 or chosen[-1] >= depth:
             raise ValueError(
                 f"layers must be strictly increasing numbers from 0 to {depth - 1} (the teacher has {depth} layers), "
@@ -526,15 +532,17 @@ def _chosen_layers(depth: int, num_layers: int | None, layers: list[int] | None)
             )
         return chosen
     assert num_layers is not None
-    if not 1 <= num_layers <= depth:
+    if type(num_layers) is not int or not 1 <= num_layers <= depth:
         raise ValueError(
-            f"num_layers must lie from 1 to {depth}, the teacher's number of layers, got {num_layers}; lower it."
+            f"num_layers must lie from 1 to {depth}, the teacher's number of layers, got {num_layers!r}; correct it."
         )
     gaps = max(num_layers - 1, 1)
     return [(2 * place * (depth - 1) + gaps) // (2 * gaps) for place in range(num_layers)]
 
 
 def _masked_lm_config_class(model_type: str) -> Any:
+    if not isinstance(model_type, str):
+        raise TypeError(f"model_type must be an architecture's name such as 'bert', got {model_type!r}.")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"model_type {model_type!r} is not known to transformers{_closest(model_type, list(CONFIG_MAPPING))}; "

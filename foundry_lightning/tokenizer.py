@@ -111,6 +111,9 @@ def load_tokenizer(spec: Any, *, source: Any = None) -> Any:
     if isinstance(spec, Mapping) and not callable(spec):
         return _trained_once(spec, source)
     if callable(spec):
+        if isinstance(spec, type) or not hasattr(spec, "get_vocab"):
+            name = getattr(spec, "__name__", type(spec).__name__)
+            raise TypeError(f"tokenizer must have a vocabulary (get_vocab), got {name}; give a Hugging Face tokenizer.")
         return spec
     if not isinstance(spec, str | os.PathLike):
         raise TypeError(

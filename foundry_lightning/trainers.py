@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, SaveEvery, StopOnSignal
-from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint
-from foundry_lightning.config import PRECISIONS, DistilMLMConfig, EncoderDistillConfig, MLMConfig, problems_to_error
+from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint, require_folder
+from foundry_lightning.config import (
+    PRECISIONS,
+    Checks,
+    DistilMLMConfig,
+    EncoderDistillConfig,
+    MLMConfig,
+    problems_to_error,
+)
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student, load_student_weights
 from foundry_lightning.loggers import build_logger, require_logger
@@ -29,13 +39,27 @@ from foundry_lightning.modules.mlm import MLMLitModule
 def build_trainer(
     config: Any, *, callbacks: list[Callback], total_steps: int | None, logger: Any, evaluates: bool = True
 ) -> lightning.Trainer:
-    """Translates a config into a `lightning.Trainer`; `trainer_kwargs` win, their callbacks and plugins are added."""
+    """Translates a config into a `lightning.Trainer`; `trainer_kwargs` win, their callbacks and plugins are added.
+
+    Raises:
+        ValueError: Lightning refuses a setting.
+    """
     extra = dict(config.trainer_kwargs)
-    plugins = list(extra.pop("plugins", None) or [])
+    plugins = extra.pop("plugins", None) or []
+    plugins = [*plugins] if isinstance(plugins, (list, tuple)) else [plugins]
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(AtomicCheckpointIO())
     own = extra.pop("callbacks", None) or []
-    callbacks = [*callbacks, *(own if isinstance(own, list) else [own])]
+    own = own if isinstance(own, (list, tuple)) else [own]
+    checks = Checks(SimpleNamespace(**extra))
+    for name, low in (("max_steps", -1), ("max_epochs", -1), ("accumulate_grad_batches", 1), ("log_every_n_steps", 1)):
+        if name in extra:
+            checks.integer(name, low=low, optional=name.startswith("max"))
+    problems_to_error(checks.problems, of="trainer_kwargs")
+    for callback in own:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"trainer_kwargs['callbacks'] must be Lightning callbacks, got {callback!r}.")
+    callbacks = [*callbacks, *own]
     settings: dict[str, Any] = {
         "accelerator": config.device,
         "devices": config.devices,
@@ -58,7 +82,12 @@ def build_trainer(
         "use_distributed_sampler": False,
         "default_root_dir": config.save_dir or None,
     }
-    return lightning.Trainer(**{**settings, **extra}, callbacks=callbacks, plugins=plugins)
+    try:
+        return lightning.Trainer(**{**settings, **extra}, callbacks=callbacks, plugins=plugins)
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError, ImportError) as error:
+        raise ValueError(
+            f"lightning.Trainer refuses a setting of the config or its trainer_kwargs: {error}; correct it."
+        ) from error
 
 
 def _device_problems(config: Any) -> list[str]:
@@ -71,6 +100,23 @@ def _device_problems(config: Any) -> list[str]:
     if config.torch_dtype == "float16" and on_cpu:
         problems.append("torch_dtype='float16' needs a GPU, and this run is on the CPU; use 'bfloat16' or 'float32'.")
     return problems
+
+
+def _takes_step_and_loss(on_step: Any) -> bool:
+    if not callable(on_step):
+        return False
+    try:
+        inspect.signature(on_step).bind(1, 0.0)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins do not tell
+        return True
+    return True
+
+
+def _require_data(dataset: Any) -> None:
+    if dataset is None:
+        raise TypeError("dataset must be a source of texts, a DataPipeline or a list of batches, got None; give one.")
 
 
 class _Facade:
@@ -125,8 +171,11 @@ class _Facade:
             raise ValueError(
                 f"total_steps={total_steps} and trainer_kwargs['max_steps']={limit} both end the run; give one."
             )
-        if on_step is not None and not callable(on_step):
-            raise TypeError(f"on_step must be a function of (global_step, loss), got {type(on_step).__name__}.")
+        if on_step is not None and not _takes_step_and_loss(on_step):
+            raise TypeError(f"on_step must be a function of (global_step, loss), got {on_step!r}; take both.")
+        _require_data(dataset)
+        if self.config.save_dir:
+            require_folder(Path(self.config.save_dir), name="save_dir")
         data = MLMDataModule(train=dataset, val=eval_dataset, shuffle=shuffle, num_workers=self.config.num_workers)
         history = History(on_step)
 
@@ -164,6 +213,7 @@ class _Facade:
         Returns:
             `loss`, `mlm`, `perplexity`, `masked_accuracy` (token means over all ranks).
         """
+        _require_data(dataset)
         data = MLMDataModule(train=None, val=dataset, num_workers=self.config.num_workers)
         config = self.config
         trainer = build_trainer(config, callbacks=[], total_steps=None, logger=False)

@@ -261,11 +261,6 @@ def distil(world: World, student: Any, teacher: Any, **settings: Any) -> DistilM
     return DistilMLMTrainer(student, teacher, world.tokenizer, DistilMLMConfig(**QUIET, **settings))
 
 
-def sharing(world: World, _: Any) -> tuple[Any, Any]:
-    teacher = world.student()
-    return WithMLMHead(teacher.base_model), teacher
-
-
 def roberta(world: World, positions: int) -> Any:
     settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     made = RobertaConfig(vocab_size=len(world.tokenizer), max_position_embeddings=positions + 2, **settings)
@@ -280,6 +275,17 @@ def slow_tokenizer(world: World) -> Any:
     return EsmTokenizer("vocab.txt")
 
 
+class Blind(torch.nn.Module):
+    """A model that takes no attention mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(27, 27)
+
+    def forward(self, input_ids):
+        return self.embed(input_ids)
+
+
 class NoRows:
     """A kind of object that holds no rows."""
 
@@ -291,12 +297,13 @@ class Body(torch.nn.Module):
         super().__init__()
         self.embed, self.result = torch.nn.Embedding(27, width), result
 
-    def forward(self, input_ids):
+    def forward(self, input_ids, attention_mask=None):
         return self.embed(input_ids) if self.result is None else self.result
 
 
 NAN = float("nan")
 LONG = 2**31
+# fmt: off
 RULES = [
     # ---------------------------------------------------------------- configs
     Rule("config", "devices is 'auto', a number of devices, -1 for all, or a list of them", "MLMConfig: devices must",
@@ -313,7 +320,7 @@ RULES = [
          config(DistilMLMConfig, "")),
     Rule("config", "the temperature is above 0", "DistilMLMConfig: temperature must lie in",
          [0, -2.0, NAN, "2", None], config(DistilMLMConfig, "temperature")),
-    Rule("config", "distil_on is a known set of places", "distill_on must be one of 'masked', 'all'",
+    Rule("config", "distill_on is a known set of places", "distill_on must be one of 'masked', 'all'",
          ["some", None, True], config(DistilMLMConfig, "distill_on")),
     Rule("config", "the teacher's type is a known one", "teacher_dtype must be one of 'float32'",
          ["int8", None, torch.float32], config(DistilMLMConfig, "teacher_dtype")),
@@ -331,7 +338,7 @@ RULES = [
           {"trainer_kwargs": {"precision": "8-bit"}}, {"trainer_kwargs": {"accelerator": "abacus"}},
           {"trainer_kwargs": {"max_epochs": "two"}}, {"trainer_kwargs": {"limit_train_batches": -3}},
           {"trainer_kwargs": {"gradient_clip_algorithm": "none"}}], settings_of_trainer),
-    Rule("config", "the device, the devices and the strategy are at hand", "lightning.Trainer",
+    Rule("config", "the device, the devices and the strategy are at hand", "(lightning.Trainer refuses|is not there)",
          [{"device": "mps"}, {"device": "cuda", "devices": 99}, {"strategy": "telepathy"}, {"devices": "many"},
           {"strategy": ""}, {"strategy": "ddp", "devices": [0, 0]}], settings_of_trainer),
     Rule("config", "save_dir can be a folder", "save_dir must be a folder",
@@ -359,7 +366,7 @@ RULES = [
     Rule("mask_tokens", "word_ids have the shape of input_ids", "word_ids must",
          [{"strategy": "whole_word", "word_ids": torch.zeros(2, 5)}, {"strategy": "whole_word", "word_ids": [[0] * 6]}],
          masked("")),
-    Rule("mask_tokens", "the mask token is an id below vocab_size", "mask_token_id must", [None, -1, 50, 1.5, "4"],
+    Rule("mask_tokens", "the mask token is an id", "mask_token_id must", [None, -1, 1.5, "4", True],
          masked("mask_token_id")),
     Rule("mask_tokens", "special_token_ids are ids", "special_token_ids must", [None, 3, ("a",), (1.5,), (-1,), "01"],
          masked("special_token_ids")),
@@ -398,7 +405,8 @@ RULES = [
          [tuple(range(27)), range(5, 27)],
          lambda world, ids: world.trainer(special_token_ids=tuple(ids))),
     Rule("together", "whole words need a fast tokenizer and texts", "whole_word' needs",
-         {"slow": slow_tokenizer, "batches": lambda world: [ROW], "ids": lambda world: DataPipeline([[5, 6]])},
+         {"slow": slow_tokenizer, "batches": lambda world: [ROW],
+          "ids": lambda world: DataPipeline([[5, 6]], max_length=32)},
          lambda world, make: (
              MLMTrainer(world.student(30), make(world), MLMConfig(masking="whole_word", **QUIET))
              if make is slow_tokenizer else world.train(make(world), config={"masking": "whole_word"}))),
@@ -408,11 +416,16 @@ RULES = [
     Rule("together", "a student in training has a trainable parameter", "no trainable parameter",
          {"frozen": lambda world: world.student().requires_grad_(False),
           "no parameter": lambda world: type("Constant", (torch.nn.Module,), {
-              "forward": lambda self, input_ids: torch.zeros(*input_ids.shape, 27)})()},
+              "forward": lambda self, input_ids, attention_mask: torch.zeros(*input_ids.shape, 27)})()},
          lambda world, make: world.trainer(make(world)).train([ROW])),
     Rule("together", "the student returns scores", "the model must return .logits",
          {"body": lambda world: world.keep(world.student().base_model), "nothing": lambda world: Body(result="scores")},
          lambda world, make: world.trainer(make(world)).train([ROW])),
+    Rule("together", "student and teacher take an attention mask", "(student|teacher) must take attention_mask",
+         {"student": lambda world: world.trainer(Blind()),
+          "teacher": lambda world: distil(world, world.student(), Blind()),
+          "encoder": lambda world: EncoderDistillTrainer(world.student().base_model, Blind())},
+         lambda world, act: act(world)),
     Rule("together", "gradient_checkpointing needs a Hugging Face model", "gradient_checkpointing=True needs",
          [torch.zeros(27), torch.ones(30)],
          lambda world, bias: world.trainer(world.keep(BiasStudent(bias)), gradient_checkpointing=True).train([ROW])),
@@ -420,7 +433,8 @@ RULES = [
     Rule("teacher", "the teacher is a module or a recipe", "teacher must be a torch.nn.Module or a recipe",
          [None, "bert", 3, dict], lambda world, value: distil(world, world.student(), value)),
     Rule("teacher", "teacher and student are two models that share no weight", "teacher and student must",
-         {"same": lambda world: [world.student()] * 2, "shared body": lambda world: sharing(world, None)},
+         {"same": lambda world: [world.student()] * 2, "shared body": lambda world: (
+             lambda teacher: (WithMLMHead(teacher.base_model), teacher))(world.student())},
          lambda world, make: distil(world, *make(world))),
     Rule("teacher", "student and teacher score the tokenizer's ids", "(scores|embeds) .*ids",
          [20, 26, 5], lambda world, size: distil(world, world.student(), tiny_bert(size))),
@@ -441,10 +455,10 @@ RULES = [
          lambda world, sizes: EncoderDistillTrainer(
              *(world.keep(tiny_bert(size).base_model) for size in sizes), EncoderDistillConfig(**QUIET)).train([ROW])),
     # ---------------------------------------------------------------- pipeline and data module
-    Rule("data", "batch_size is a whole number of at least 1", "batch_size must be an integer", [0, -1, 2.5, None, "8",
-         True], pipeline(batch_size=...)),
-    Rule("data", "max_length is a whole number of at least 1", "max_length must be an integer", [0, -1, None, 1e3, "512"],
-         pipeline(max_length=...)),
+    Rule("data", "batch_size is a whole number of at least 1", "batch_size must be an integer",
+         [0, -1, 2.5, None, "8", True], pipeline(batch_size=...)),
+    Rule("data", "max_length is a whole number of at least 1", "max_length must be an integer",
+         [0, -1, None, 1e3, "512"], pipeline(max_length=...)),
     Rule("data", "max_length leaves room for the special tokens", "max_length must", [1, 2],
          lambda world, length: world.train(DataPipeline(["the cat"], world.tokenizer, max_length=length))),
     Rule("data", "shuffle_buffer is a whole number", "shuffle_buffer must be an integer", [-1, 1.5, None, "all"],
@@ -483,8 +497,9 @@ RULES = [
          {"list": ["the cat"], "dicts": [{"text": "the cat"}], "stream": lambda: iter(["the cat"])},
          lambda world, source: MLMTrainer(world.student(), config=MLMConfig(mask_token_id=4, **QUIET)).train(
              DataPipeline(source, max_length=32), total_steps=2)),
-    Rule("data", "a row is not longer than the student's positions", r"max_length of the train data is \d+, the student has "
-         r"64 positions; set max_length=64", {"texts": None, "one more": 65},
+    Rule("data", "a row is not longer than the student's positions",
+         r"max_length of the train data is \d+, the student has 64 positions; set max_length=64",
+         {"texts": None, "one more": 65},
          lambda world, length: world.train(
              DataPipeline(texts(4), world.tokenizer, **({} if length is None else {"max_length": length})))),
     Rule("data", "RoBERTa's positions begin two later", "is 33, the student has 32 positions; set max_length=32",
@@ -493,8 +508,9 @@ RULES = [
          lambda world, make: world.trainer(roberta(world, 32)).train(make(world))),
     # ---------------------------------------------------------------- ready batches
     Rule("batches", "a list of batches is not empty", "empty", [[], (), np.zeros((0, 4), dtype=np.int64)], train),
-    Rule("batches", "a batch is a rectangle of whole numbers", "dataset\\[\\d\\].* must (be a rectangular array|hold integers)",
-         {"ragged": [{"input_ids": [[1, 2], [3]]}], "none inside": [[[5, None]]], "none": [ROW, None],
+    Rule("batches", "a batch is a rectangle of whole numbers",
+         r"dataset\[\d\].* must (be a rectangular array|hold integers)",
+         {"ragged": [{"input_ids": [[1, 2], [3]]}], "none inside": [[[5, None]]],
           "text": [ROW, "the cat"], "nested none": [[[5, 6], None]], "texts": [[["the", "cat"]]],
           "floats": [{"input_ids": torch.zeros(2, 3)}], "nan": [torch.full((1, 3), NAN)],
           "numpy nan": [np.full((1, 3), NAN)], "infinite": [ROW, [[1.0, float("inf")]]],
@@ -506,12 +522,12 @@ RULES = [
           "0-D": [torch.tensor(3)]}, train),
     Rule("batches", "a dict of a batch holds input_ids", r"dataset\[1\] must hold 'input_ids'",
          [batch()[:1] + [{"ids": ROW}], batch()[:1] + [{}], batch()[:1] + [{"input_ids": None}],
-          batch()[:1] + [{"labels": ROW}]], train),
+          batch()[:1] + [{"labels": ROW}], [ROW, None]], train),
     Rule("batches", "ids are not negative", r"dataset\[\d\]\['input_ids'\] must not hold negative ids",
          [[torch.tensor([[2, -6, 3]])], [ROW, [[-100, 5]]], [ROW, np.array([[2**63 + 1]], dtype=np.uint64)]], train),
     Rule("batches", "ids lie below the student's embedding", "token id [0-9]+, the student embeds ids below 27",
          [[torch.tensor([[2, 600, 3]])], [ROW, torch.tensor([[27]])], [{"input_ids": [[2, 2**40]]}]], train),
-    Rule("batches", "attention_mask has the shape of input_ids", r"\['attention_mask'\] must have the shape of input_ids",
+    Rule("batches", "a batch's attention_mask has the shape of input_ids", r"\['attention_mask'\] must have the shape",
          [batch(attention_mask=torch.ones(1, 2, dtype=torch.long)), batch(attention_mask=[1]),
           batch(attention_mask=torch.ones(2, 3, dtype=torch.long))], train),
     Rule("batches", "attention_mask holds 0 and 1", r"dataset\[1\]\['attention_mask'\] must",
@@ -564,25 +580,25 @@ RULES = [
     Rule("texts", "a source has a row", "empty",
          {"list": [], "Dataset": Dataset.from_dict({"text": []}), "stream": lambda: iter(()), "iterator": iter(())},
          lambda world, data: world.trainer().train(DataPipeline(data, world.tokenizer, max_length=32), total_steps=1)),
-    Rule("texts", "a source is of a kind that holds rows in an order", "source must|a callable source",
+    Rule("texts", "a source is of a kind that holds rows in an order", "(source|dataset) must|a callable source",
          {"dict": {"text": ["a"]}, "frame": Dataset.from_dict({"text": ["a"]}).to_pandas(), "set": {"a", "b"},
-          "bytes": b"text", "number": 3, "module": torch.nn.Linear(1, 1), "argument": lambda x: iter(x),
-          "none": None, "object": NoRows(), "class": NoRows, "data module": MLMDataModule(["a"])},
+          "bytes": b"text", "number": 3, "argument": lambda x: iter(x),
+          "none": None, "object": NoRows(), "data module": MLMDataModule(["a"])},
          lambda world, data: world.train(data)),
     Rule("texts", "a callable returns an iterator", "must return an iterator over rows, got",
-         {"number": lambda: 3, "none": lambda: None},
+         {"number": lambda: 3, "none": lambda: None, "class": NoRows},
          lambda world, data: world.trainer().train(DataPipeline(data, world.tokenizer, max_length=32), total_steps=1)),
     # ---------------------------------------------------------------- files
     Rule("files", "a path names a file", r"(must name an existing file|must match a file)",
-         ["no-such-file.txt", "*.nothing", "a/b/c.jsonl", "x.txt\x00", "pipe.txt", "dangling.txt", "s" * 5000],
+         ["no-such-file.txt", "", "*.nothing", "a/b/c.jsonl", "x.txt\x00", "pipe.txt", "dangling.txt", "s" * 5000],
          path(lambda world: (os.mkfifo("pipe.txt"), Path("dangling.txt").symlink_to("nowhere")))),
-    Rule("files", "a path is not a folder", r"must name files, got the folder .*\*\.txt", [".", "", "folder", "~"],
+    Rule("files", "a path is not a folder", r"must name files, got the folder .*\*\.txt", [".", "./", "folder", "~"],
          path(lambda world: Path("folder").mkdir())),
     Rule("files", "a file's suffix is known", r"must end in one of \.txt", ["a.csv", "a.json", "a", "a.txt.bz2", "*"],
          path(lambda world: [world.file(name, "x") for name in ("a.csv", "a.json", "a", "a.txt.bz2")])),
     Rule("files", "a file has a row", "empty", {"nothing": b"", "blank": b"\n \n", "mark": b"\xef\xbb\xbf"},
          file("a.txt")),
-    Rule("files", "a .txt file is UTF-8", r"line \d of a\.txt must be UTF-8",
+    Rule("files", "a .txt file is UTF-8", r"line \d+ of a\.txt must be UTF-8",
          {"latin": "eins\nGröße".encode("latin-1"), "utf-16": "ab".encode("utf-16"), "cut": b"eins\n\xc3",
           "binary": bytes(range(128, 256)), "late": b"the cat\n" * 1500 + b"\xff"}, file("a.txt")),
     Rule("files", "a .jsonl line is an object", r"line \d of a\.jsonl must be (JSON|a JSON object)",
@@ -642,8 +658,8 @@ RULES = [
          lambda world, value: world.trainer().resume_from_checkpoint(value)),
     Rule("checkpoints", "a checkpoint is whole", "saved.checkpoint.ckpt is (damaged|no checkpoint)",
          {"cut": lambda content: content[: len(content) // 2], "empty": lambda content: b"",
-          "text": lambda content: b"hello", "head": lambda content: content[:100], "tail": lambda content: content[100:],
-          "zip": lambda content: b"PK\x03\x04" + b"\0" * 30,
+          "text": lambda content: b"hello", "head": lambda content: content[:100],
+          "tail": lambda content: content[100:], "zip": lambda content: b"PK\x03\x04" + b"\0" * 30,
           "flipped": lambda content: content[:1000] + b"\xff" * 500 + content[1500:]}, resume(damaged_checkpoint)),
     Rule("checkpoints", "a checkpoint runs no code", "code.ckpt .*nothing in it was run",
          {"pickle": lambda path: path.write_bytes(pickle.dumps(Code())), "saved": lambda path: torch.save(Code(), path),
@@ -715,11 +731,13 @@ RULES = [
           "binary": b"\x00\xff", "empty": ""}, yaml_file),
 ]
 
+# fmt: on
+
 CASES = [(rule, name, value) for rule in RULES for name, value in rule.cases()]
 
 
 def test_the_table_has_many_rules_and_cases():
-    assert len({rule.says for rule in RULES}) == len(RULES) >= 40
+    assert len({(rule.area, rule.says) for rule in RULES}) == len(RULES) >= 40
     assert len(CASES) + sum(len(values) for _, values in BROKEN) >= 300
 
 
@@ -734,3 +752,83 @@ def test_bad_input_is_refused_in_a_sentence_of_ours_and_nothing_changes(tokenize
     raised_in = Path(traceback.extract_tb(error.value.__traceback__)[-1].filename)
     assert PACKAGE in raised_in.parents, f"raised in {raised_in}"
     world.assert_unchanged()
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda world: MLMConfig(mask_prob=2, epochs=0, devices=0), ("mask_prob", "epochs", "devices")),
+        (
+            lambda world: world.trainer(world.student(20), mask_token_id=7, vocab_size=500),
+            ("mask_token_id", "vocab_size", "the student embeds 20"),
+        ),
+        (
+            lambda world: world.train([torch.full((1, 65), 6)], [torch.full((1, 70), 6)]),
+            ("max_length of the train data is 65", "max_length of the val data is 70"),
+        ),
+        (
+            lambda world: DataPipeline(["a"], batch_size=0, max_length=0, mode="lm", long_rows="drop"),
+            ("batch_size", "max_length", "mode", "long_rows"),
+        ),
+    ],
+)
+def test_problems_that_show_together_come_in_one_message(tokenizer, tmp_path, make, parts):
+    with pytest.raises(ValueError, match=f"{len(parts)} problems") as error:
+        make(World(tokenizer, tmp_path))
+    assert all(part in str(error.value) for part in parts)
+
+
+def test_a_refused_run_can_be_put_right_and_tried_again(tokenizer, tmp_path):
+    made = World(tokenizer, tmp_path).trainer(save_dir="run", save_every=1)
+    with pytest.raises(ValueError, match="token id 600"):
+        made.train([torch.tensor([[600]])])
+    assert len(made.train([ROW, ROW])["losses"]) == 2
+    assert (tmp_path / "run" / "checkpoint.ckpt").exists()
+
+
+# ------------------------------------------------------------------ what looks odd and is fine
+
+
+def test_agreeing_ids_and_pad_zero_are_fine(tokenizer, tmp_path):
+    World(tokenizer, tmp_path).trainer(mask_token_id=4, pad_token_id=0, vocab_size=len(tokenizer))
+
+
+def test_rows_as_long_as_robertas_positions_train(tokenizer, tmp_path):
+    world = World(tokenizer, tmp_path)
+    data = DataPipeline([" ".join(["cat"] * 60)], tokenizer, max_length=32)
+    assert np.isfinite(world.trainer(roberta(world, 32)).train(data)["losses"]).all()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"input_ids": [[5, 6, 7], [0, 0, 0]], "attention_mask": [[True, True, True], [False, False, False]]},
+        {"input_ids": [[5, 6, 7], [8, 9, 10]], "attention_mask": [[0, 0, 0], [0, 0, 0]]},
+        {"input_ids": [[5, 6, 7]], "labels": [[-100, -100, -100]]},
+        {"input_ids": np.array([[2, 3, 0]], dtype=np.uint8)},
+    ],
+)
+def test_rows_of_padding_only_and_batches_without_a_label_give_finite_losses(tokenizer, tmp_path, entries):
+    made = World(tokenizer, tmp_path).trainer(max_grad_norm=0.0)
+    assert np.isfinite(made.train([entries, ROW])["losses"]).all()
+    assert all(torch.isfinite(p).all() for p in made.student.parameters())
+
+
+def test_an_empty_text_is_a_row_and_a_text_of_unknown_words_trains(tokenizer, tmp_path):
+    made = World(tokenizer, tmp_path).trainer()
+    losses = made.train(DataPipeline(["", "xyzzy", "the cat"], tokenizer, batch_size=1, max_length=32))["losses"]
+    assert len(losses) == 3
+    assert np.isfinite(losses).all()
+
+
+def test_group_by_length_keeps_every_row_once_and_pads_less(tokenizer):
+    def pads(grouped: bool) -> tuple[int, list]:
+        pipe = DataPipeline(texts(300, high=30), tokenizer, batch_size=8, max_length=64, group_by_length=grouped)
+        order = pipe.order(seed=1, epoch=0, shuffle=True)
+        batches = [pipe.batch(k, order) for k in range(pipe.num_batches())]
+        rows = sorted(torch.cat([b["row_ids"] for b in batches]).tolist())
+        return sum(int((b["attention_mask"] == 0).sum()) for b in batches), rows
+
+    plain, grouped = pads(False), pads(True)
+    assert plain[1] == grouped[1] == list(range(300))
+    assert grouped[0] < plain[0] / 2

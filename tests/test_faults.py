@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
+from foundry_lightning import DataPipeline, MLMConfig, MLMLitModule, MLMTrainer
 from tests.conftest import texts, tiny_bert
 from tests.several import Started, in_ranks, wait_for
 
@@ -206,8 +206,11 @@ def test_lightnings_slurm_requeueing_keeps_its_handlers(tokenizer, monkeypatch):
 # ------------------------------------------------------------------ not finite
 
 
+POISON = 29
+
+
 class Poisoned(nn.Module):
-    """Gives scores that are not finite for rows that hold the token 25 (`WORDS` has no more)."""
+    """Gives scores that are not finite for batches that hold the token `POISON`."""
 
     def __init__(self, student, how: str) -> None:
         super().__init__()
@@ -223,19 +226,13 @@ class Poisoned(nn.Module):
 
     def forward(self, input_ids, attention_mask=None):
         output = self.student(input_ids=input_ids, attention_mask=attention_mask)
-        factor = torch.ones_like(output.logits[..., :1])
-        return output if not (input_ids == POISON).any() else self.poison(output, factor)
-
-    def poison(self, output, factor):
-        output.logits = output.logits * factor * {"nan": float("nan"), "inf": float("inf")}[self.how]
+        if (input_ids == POISON).any():
+            output.logits = output.logits * float(self.how)
         return output
 
 
-POISON = 29
-
-
-class FiniteGradient(torch.autograd.Function):
-    """NaN forward, an ordinary gradient backward."""
+class OnlyTheValue(torch.autograd.Function):
+    """NaN, with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx, x):
@@ -243,13 +240,18 @@ class FiniteGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return torch.ones_like(gradient)
+        return gradient
 
 
-class PoisonedLoss(Poisoned):
-    def poison(self, output, factor):
-        output.logits = FiniteGradient.apply(output.logits)
-        return output
+class LossWithoutItsGradient(MLMLitModule):
+    """The loss of a batch with the token `POISON` is NaN, its gradient an ordinary one."""
+
+    def objective(self, batch, *, evaluating=False):
+        found = super().objective(batch, evaluating=evaluating)
+        if not (batch["input_ids"] == POISON).any():
+            return found
+        terms = {name: (total * float("nan"), *rest) for name, (total, *rest) in found.terms.items()}
+        return found._replace(total=OnlyTheValue.apply(found.total), terms=terms)
 
 
 def batches(poisoned: tuple[int, ...], count: int = 8) -> list[torch.Tensor]:
@@ -264,9 +266,13 @@ def batches(poisoned: tuple[int, ...], count: int = 8) -> list[torch.Tensor]:
 def poisoned_trainer(how: str, num_ranks: int = 1, **settings) -> MLMTrainer:
     # no [MASK] and no random token: the poison stays in the row
     fixed = {"mask_token_id": 4, "vocab_size": 30, "mask_replace_prob": 0.0, "random_replace_prob": 0.0}
-    kind = PoisonedLoss if how == "loss" else Poisoned
     settings = {"learning_rate": 1e-2, "lr_scheduler": "constant", **fixed, **settings}
-    return MLMTrainer(kind(tiny_bert(30), how), config=config(num_ranks, **settings))
+    trainer = MLMTrainer(
+        tiny_bert(30) if how == "loss" else Poisoned(tiny_bert(30), how), config=config(num_ranks, **settings)
+    )
+    if how == "loss":
+        trainer._start(LossWithoutItsGradient(trainer.student, config=trainer.config))
+    return trainer
 
 
 def watch_updates(trainer: MLMTrainer) -> list[tuple[torch.Tensor, list]]:
@@ -398,6 +404,21 @@ def test_a_worker_that_is_killed_ends_the_run_with_the_batches_it_read(tokenizer
 
     (text,) = in_ranks(run, 1, tmp_path, seconds=30)
     assert "the batches [6] of epoch 0" in text
+
+
+def test_workers_outlive_a_signal_to_the_group_and_leave_the_rest_to_their_rank(tokenizer):
+    main = os.getpid()
+
+    def read():
+        if os.getpid() != main:
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert 0 < signal.alarm(0) <= 20  # it would end by itself if its rank had gone
+        yield from texts(12)
+
+    data = DataPipeline(read, tokenizer, batch_size=3, max_length=32)
+    trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, config(num_workers=1))
+    assert len(trainer.train(data, total_steps=4)["losses"]) == 4
 
 
 @pytest.mark.ddp

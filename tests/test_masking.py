@@ -188,7 +188,7 @@ def test_the_inputs_are_not_changed():
     [
         ({"mask_prob": 0.0}, r"mask_prob must lie in \(0, 1\], got 0.0"),
         ({"mask_prob": 1.5}, r"mask_prob must lie in \(0, 1\], got 1.5"),
-        ({"mask_replace_prob": 0.9, "random_replace_prob": 0.2}, "nor exceed 1 together"),
+        ({"mask_replace_prob": 0.9, "random_replace_prob": 0.2}, "must not exceed 1, got 0.9"),
         ({"strategy": "sentence"}, "strategy must be one of"),
         ({"strategy": "whole_word"}, "needs word_ids"),
         ({"vocab_size": 5}, "leaves no ordinary token"),

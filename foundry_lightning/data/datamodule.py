@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -10,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from foundry_lightning.checkpoint import changes
-from foundry_lightning.config import problems_to_error
+from foundry_lightning.config import SEED_END, Checks, problems_to_error
 from foundry_lightning.data.loader import Deal, WindowLoader
 from foundry_lightning.data.pipeline import Batch, DataPipeline, ReadyBatches, as_batches
 from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -59,6 +60,13 @@ class MLMDataModule(lightning.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        checks = Checks(SimpleNamespace(num_workers=num_workers, shuffle=shuffle, seed=seed))
+        checks.integer("num_workers", low=0)
+        checks.kind("shuffle", bool, "True or False")
+        checks.integer("seed", low=0, high=SEED_END, optional=True)
+        if predict is not None and not (isinstance(predict, list) and all(isinstance(text, str) for text in predict)):
+            checks.problems.append(f"predict must be a list of texts, got {predict!r}.")
+        problems_to_error(checks.problems, of="MLMDataModule")
         self._settings = {
             "batch_size": batch_size,
             "max_length": max_length,
@@ -92,7 +100,14 @@ class MLMDataModule(lightning.LightningDataModule):
         self._load_tokenizer()
 
     def connect(
-        self, *, tokenizer: Any, word_ids: bool, pad_token_id: int, max_positions: int | None, num_ids: int | None
+        self,
+        *,
+        tokenizer: Any,
+        word_ids: bool,
+        pad_token_id: int,
+        max_positions: int | None,
+        num_ids: int | None,
+        num_classes: int | None = None,
     ) -> None:
         """Takes over what the module knows, tokenises, and checks data and model against each other.
 
@@ -102,6 +117,7 @@ class MLMDataModule(lightning.LightningDataModule):
             pad_token_id: Padding id.
             max_positions: Longest row the model takes, or None.
             num_ids: Ids the student can embed, or None.
+            num_classes: Ids the student scores, or None.
 
         Raises:
             ValueError: rows too long for the model, ids beyond its embedding, another tokenizer, an empty source.
@@ -111,6 +127,8 @@ class MLMDataModule(lightning.LightningDataModule):
             if batches is None:
                 continue
             batches.bind(tokenizer=tokenizer, word_ids=word_ids, pad_token_id=pad_token_id)
+            if isinstance(batches, DataPipeline):
+                batches.num_ids = min((n for n in (num_ids, num_classes) if n is not None), default=None)
             if max_positions is not None and batches.max_length > max_positions:
                 problems.append(
                     f"max_length of the {name} data is {batches.max_length}, the student has {max_positions} "
@@ -125,13 +143,19 @@ class MLMDataModule(lightning.LightningDataModule):
                 "pass a callable that returns a new iterator."
             )
         for name, batches in (("train", self.train), ("val", self.val)):
-            if batches is None or num_ids is None:
+            if batches is None:
                 continue
             largest = batches.largest_id()
-            if largest is not None and largest >= num_ids:
+            if largest is not None and num_ids is not None and largest >= num_ids:
                 raise ValueError(
                     f"data: the {name} data hold the token id {largest}, the student embeds ids below {num_ids}; "
                     "use the tokenizer that belongs to the student."
+                )
+            label = batches.largest_label() if isinstance(batches, ReadyBatches) else largest
+            if label is not None and num_classes is not None and label >= num_classes:
+                raise ValueError(
+                    f"data: the {name} data hold the label {label}, the student scores ids below {num_classes}; "
+                    "labels are token ids, or -100 where none is scored."
                 )
 
     def _check_stream(self) -> None:

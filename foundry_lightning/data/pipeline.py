@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from torch import Tensor
 
+from foundry_lightning.config import SEED_END, Checks, problems_to_error
 from foundry_lightning.data.corpus import cache_dir
 from foundry_lightning.data.sources import Source, open_source
 from foundry_lightning.masking import PIECE_SHIFT, permutation
@@ -41,10 +43,13 @@ class TokenRows:
         max_length: Longest row.
         long_rows: `truncate` cuts a longer text, `split` makes several rows of it.
         word_ids: Whether rows carry the word of each token.
+        num_ids: Ready ids must lie below it, where it is known.
     """
 
-    def __init__(self, tokenizer: Any, *, max_length: int, long_rows: str, word_ids: bool) -> None:
-        self.tokenizer, self.max_length, self.word_ids = tokenizer, max_length, word_ids
+    def __init__(
+        self, tokenizer: Any, *, max_length: int, long_rows: str, word_ids: bool, num_ids: int | None = None
+    ) -> None:
+        self.tokenizer, self.max_length, self.word_ids, self.num_ids = tokenizer, max_length, word_ids, num_ids
         self.splits = long_rows == "split"
 
     @cached_property
@@ -63,6 +68,12 @@ class TokenRows:
             return [row for ids, n in zip(items, row_ids, strict=True) for row in self._ready(ids, n)]
         if self.tokenizer is None:
             raise ValueError("DataPipeline: tokenizer must be given for a source of texts, got None; pass one.")
+        added = self.tokenizer.num_special_tokens_to_add()
+        if self.max_length <= added:
+            raise ValueError(
+                f"max_length must leave room beside the {added} special tokens of a row, got {self.max_length}; "
+                "raise it."
+            )
         if getattr(self.tokenizer, "is_fast", False):
             encodings = self._backend.encode_batch(list(items))
             return [
@@ -81,6 +92,11 @@ class TokenRows:
     def _ready(self, ids: Any, row: int) -> Iterator[dict[str, Any]]:
         if self.word_ids:
             raise ValueError("masking='whole_word' needs texts and a fast tokenizer; ready ids have no words.")
+        if self.num_ids is not None and len(ids) and ids.max() >= self.num_ids:
+            raise ValueError(
+                f"row {row} holds the token id {ids.max()}, the student embeds ids below {self.num_ids}; "
+                "use the tokenizer that belongs to the student."
+            )
         for piece, start in enumerate(range(0, max(len(ids), 1), self.max_length)):
             if piece == 0 or self.splits:
                 yield self._row(ids[start : start + self.max_length], None, row, piece)
@@ -143,22 +159,21 @@ class DataPipeline:
         pad_token_id: int | None = None,
         seed: int = 42,
     ) -> None:
-        problems = []
-        for name, value, low in (
-            ("batch_size", batch_size, 1),
-            ("max_length", max_length, 1),
-            ("shuffle_buffer", shuffle_buffer, 0),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                problems.append(f"{name} must be an integer of at least {low}, got {value!r}.")
+        given = {"batch_size": batch_size, "max_length": max_length, "shuffle_buffer": shuffle_buffer, "seed": seed}
+        checks = Checks(SimpleNamespace(**given, pad_token_id=pad_token_id, group_by_length=group_by_length))
+        checks.integer("batch_size", low=1)
+        checks.integer("max_length", low=1)
+        checks.integer("shuffle_buffer", low=0)
+        checks.integer("pad_token_id", low=0, optional=True)
+        checks.integer("seed", low=0, high=SEED_END)
+        checks.kind("group_by_length", bool, "True or False")
         if mode != "embed":
-            problems.append(
+            checks.problems.append(
                 f"mode must be 'embed' (input_ids and attention_mask), got {mode!r}; other modes do not exist here."
             )
         if long_rows not in ("truncate", "split"):
-            problems.append(f"long_rows must be 'truncate' or 'split', got {long_rows!r}.")
-        if problems:
-            raise ValueError("DataPipeline: " + " ".join(problems))
+            checks.problems.append(f"long_rows must be 'truncate' or 'split', got {long_rows!r}.")
+        problems_to_error(checks.problems, of="DataPipeline")
         self.source = (
             source if isinstance(source, Source) else open_source(source, text_column=text_column, split_txt=split_txt)
         )
@@ -172,6 +187,7 @@ class DataPipeline:
                 "leave it out, or load the source as a Dataset."
             )
         self.word_ids = False
+        self.num_ids: int | None = None  # of the model, once it is known
         self._table: Dataset | None = None
         self._fingerprint: str | None = None
 
@@ -208,7 +224,13 @@ class DataPipeline:
 
     @property
     def _rows(self) -> TokenRows:
-        return TokenRows(self.tokenizer, max_length=self.max_length, long_rows=self.long_rows, word_ids=self.word_ids)
+        return TokenRows(
+            self.tokenizer,
+            max_length=self.max_length,
+            long_rows=self.long_rows,
+            word_ids=self.word_ids,
+            num_ids=self.num_ids,
+        )
 
     def fingerprint(self) -> str | None:
         """Stable name of the tokenised rows, computed once: each checkpoint holds it; None for streams."""
@@ -270,7 +292,7 @@ class DataPipeline:
 
     def largest_id(self) -> int | None:
         """The largest token id of ready rows; None where a tokenizer makes the ids, or for a stream."""
-        if self.is_stream or self.tokenizer is not None:
+        if self.is_stream or isinstance(next(self.source.rows()), str):
             return None
         values = self.table.data.column("input_ids").combine_chunks()
         return pc.max(pc.list_flatten(values)).as_py()  # type: ignore[no-any-return]
@@ -470,6 +492,11 @@ class ReadyBatches:
         """The largest token id."""
         return max(int(batch["input_ids"].max()) for batch in self.batches)
 
+    def largest_label(self) -> int:
+        """The largest id that can be scored: a label, or where a batch has none an attended token."""
+        scored = (batch.get("labels", batch["input_ids"] * batch["attention_mask"]) for batch in self.batches)
+        return max(int(values.max()) for values in scored)
+
     def num_batches(self) -> int:
         """Number of batches."""
         return len(self.batches)
@@ -509,8 +536,9 @@ def _is_nested(item: Any) -> bool:
 def _ready_batch(batch: Any, number: int) -> Batch:
     where = f"dataset[{number}]"
     entries = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-    if "input_ids" not in entries:
-        raise ValueError(f"{where} must hold 'input_ids', got the keys {sorted(map(str, entries))}.")
+    if entries.get("input_ids") is None:
+        keys = sorted(str(name) for name, value in entries.items() if value is not None)
+        raise ValueError(f"{where} must hold 'input_ids', got the keys {keys}; give token ids.")
     result: Batch = {}
     for name in ("input_ids", "attention_mask", "labels"):
         if entries.get(name) is None:
@@ -521,12 +549,13 @@ def _ready_batch(batch: Any, number: int) -> Batch:
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}[{name!r}] must be a rectangular array of integers ({error}).") from error
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            raise ValueError(f"{where}[{name!r}] must hold integers, got {tensor.dtype}.")
         if tensor.dim() == 1:
             tensor = tensor.unsqueeze(0)
         if tensor.dim() != 2 or tensor.numel() == 0:
             raise ValueError(f"{where}[{name!r}] must have the shape (B, S) or (S,), got {tuple(tensor.shape)}.")
+        is_bool = tensor.dtype == torch.bool and name != "attention_mask"
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex or is_bool:
+            raise ValueError(f"{where}[{name!r}] must hold integers, got {tensor.dtype}.")
         result[name] = tensor.to(device="cpu", dtype=torch.int64).clone()
         if tensor.shape != result["input_ids"].shape:
             raise ValueError(
@@ -535,6 +564,13 @@ def _ready_batch(batch: Any, number: int) -> Batch:
             )
     if int(result["input_ids"].min()) < 0:
         raise ValueError(f"{where}['input_ids'] must not hold negative ids, got {int(result['input_ids'].min())}.")
+    attended, labels = result.get("attention_mask"), result.get("labels")
+    if attended is not None and not ((attended == 0) | (attended == 1)).all():
+        wrong = attended[(attended != 0) & (attended != 1)][0]
+        raise ValueError(f"{where}['attention_mask'] must hold 0 and 1, got {int(wrong)}; 1 is an attended token.")
+    if labels is not None and ((labels < 0) & (labels != -100)).any():
+        wrong = labels[(labels < 0) & (labels != -100)][0]
+        raise ValueError(f"{where}['labels'] must hold token ids, or -100 where none is scored, got {int(wrong)}.")
     return result
 
 

@@ -283,6 +283,8 @@ def open_source(source: Any, *, text_column: str = "text", split_txt: str = "lin
         TypeError: If `source` is of a kind that holds no rows, or is ambiguous.
         ValueError: If `source` is empty or lacks the text column, a file's kind is unknown, or `split_txt` is.
     """
+    if not isinstance(text_column, str) or not text_column:
+        raise ValueError(f"text_column must be a column's name, got {text_column!r}; 'text' is the usual one.")
     if split_txt not in ("line", "paragraph"):
         raise ValueError(f"split_txt must be 'line' or 'paragraph', got {split_txt!r}; choose one of them.")
     if isinstance(source, Source):
@@ -420,9 +422,10 @@ def _ids(value: Any, where: str, mask: Any = None) -> npt.NDArray[np.int64]:
         raise ValueError(
             f"{where} must be text or one row of integer token ids [S], got {got}; give one sequence of whole numbers."
         )
-    if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.int64).max):
+    if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.int32).max):
+        rule, wrong = ("at least 0", ids.min()) if ids.min() < 0 else ("at most 2^31 - 1", ids.max())
         raise ValueError(
-            f"{where} must hold token ids of at least 0, got {ids.min()}; give ids of the vocabulary (no -100 labels)."
+            f"{where} must hold token ids of {rule}, got {wrong}; give ids of the vocabulary (no -100 labels)."
         )
     checked = cast(npt.NDArray[np.int64], ids.astype(np.int64))
     if mask is None:
@@ -433,6 +436,9 @@ def _ids(value: Any, where: str, mask: Any = None) -> npt.NDArray[np.int64]:
         raise ValueError(
             f"attention_mask in {where} must have the shape of input_ids, got {got}; give one value per token."
         )
+    if not np.isin(attended, (0, 1)).all():
+        got = attended[~np.isin(attended, (0, 1))][0]
+        raise ValueError(f"attention_mask in {where} must hold 0 and 1, got {got!r}; 1 is an attended token.")
     return cast(npt.NDArray[np.int64], checked[attended.astype(bool)])
 
 
@@ -495,6 +501,8 @@ def _json_object(text: str, where: str) -> Mapping[str, Any]:
         raise ValueError(
             f"{where} must be JSON, got {error.msg} at character {error.pos}; give one object per line."
         ) from None
+    except RecursionError:
+        raise ValueError(f"{where} must be JSON, got too deep a nesting; give one object per line.") from None
     if not isinstance(value, dict):
         raise ValueError(f'{where} must be a JSON object, got {type(value).__name__}; write it as {{"text": …}}.')
     return value

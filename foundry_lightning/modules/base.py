@@ -41,6 +41,7 @@ class EncoderModule(lightning.LightningModule):
 
     counter: Any = None
     filler_id: int = 0
+    num_classes: int | None = None  # ids the student scores, where it is known and matters
 
     def __init__(self, student: nn.Module | StudentRecipe, *, config: Any, tokenizer: Any) -> None:
         super().__init__()
@@ -160,6 +161,7 @@ class EncoderModule(lightning.LightningModule):
             pad_token_id=self.pad_token_id,
             max_positions=max_positions(student),
             num_ids=num_embeddings(student),
+            num_classes=self.num_classes,
         )
 
     @property

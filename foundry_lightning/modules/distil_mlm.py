@@ -13,7 +13,7 @@ from foundry_lightning.losses import cosine_loss, vocabulary_loss
 from foundry_lightning.masking import masked_positions
 from foundry_lightning.modules.mlm import MLMLitModule, Objective, TokenMean
 from foundry_lightning.modules.teacher import WithTeacher, differing_ids
-from foundry_lightning.projection import find_projection, hidden_size, output_vocab_size
+from foundry_lightning.projection import find_projection, hidden_size, output_vocab_size, require_inputs
 from foundry_lightning.students import StudentRecipe
 
 
@@ -74,6 +74,7 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
         if self.teacher_projection is not None or not self.needs_teacher:
             return
         student, teacher = self.build_student(), self.build_teacher()
+        require_inputs(teacher, name="teacher")
         if self.config.distill_weight:
             problems_to_error(self._vocabulary_problems(student, teacher), of="distillation")
         if self.config.cosine_weight:

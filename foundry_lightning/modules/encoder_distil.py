@@ -14,6 +14,7 @@ from foundry_lightning.losses import cosine_loss, mse_loss
 from foundry_lightning.masking import masked_positions
 from foundry_lightning.modules.mlm import TokenMean
 from foundry_lightning.modules.teacher import WithTeacher
+from foundry_lightning.projection import require_inputs
 from foundry_lightning.students import StudentRecipe
 from foundry_lightning.tokenizer import load_tokenizer
 
@@ -110,6 +111,7 @@ class EncoderDistillLitModule(WithTeacher):
 
 def _width(model: nn.Module, name: str) -> int:
     """Width of `.last_hidden_state`, measured on two tokens; modes and generators stay as they are."""
+    require_inputs(model, name=name)
     modes = {module: module.training for module in model.modules()}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:

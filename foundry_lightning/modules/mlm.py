@@ -14,7 +14,7 @@ from foundry_lightning.config import MLMConfig, config_from, problems_to_error
 from foundry_lightning.losses import vocabulary_loss
 from foundry_lightning.masking import MaskedBatch, Masking, masked_positions
 from foundry_lightning.modules.base import EncoderModule, num_embeddings
-from foundry_lightning.projection import find_projection
+from foundry_lightning.projection import find_projection, output_vocab_size, require_inputs
 from foundry_lightning.students import StudentRecipe
 from foundry_lightning.tokenizer import check_tokenizer, load_tokenizer
 
@@ -112,8 +112,29 @@ class MLMLitModule(EncoderModule):
             self.masking = resolve_masking(self.config, self.tokenizer, student)
             self.counter = Counter(self.masking)
             self.filler_id = self.masking.mask_token_id
+            self.num_classes = self._count_classes(student, self.masking.vocab_size)
         if self.projection is None:
             self.projection = find_projection(student)
+
+    def _count_classes(self, student: nn.Module, vocab_size: int) -> int | None:
+        """Ids the student scores; None where a forward on a few ids fails, which the run's own may not.
+
+        Raises:
+            TypeError: its forward takes no attention mask.
+            ValueError: it does not score every id of the tokenizer (or of `vocab_size`).
+        """
+        require_inputs(student, name="student")
+        try:
+            num_classes = output_vocab_size(student)
+        except Exception:  # the forward is the user's code: the first step tells what it raises
+            return None
+        is_given = self.tokenizer is not None or self.config.vocab_size is not None
+        if is_given and num_classes < vocab_size:
+            raise ValueError(
+                f"MLM: the student scores {num_classes} ids, the tokenizer has {vocab_size}; "
+                f"give its head {vocab_size} outputs, or use the student's own tokenizer."
+            )
+        return num_classes
 
     def mask(self, batch: Mapping[str, Any]) -> MaskedBatch:
         """Masks a batch on its device; a batch with ready `labels` is used as given."""

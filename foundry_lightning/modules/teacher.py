@@ -31,6 +31,14 @@ class WithTeacher(EncoderModule):
             )
         if teacher is self.student:
             raise ValueError("teacher and student must be two models, got the same one; copy it with copy.deepcopy.")
+        if isinstance(teacher, nn.Module) and self.student is not None:
+            students = {id(parameter): name for name, parameter in self.student.named_parameters()}
+            shared = [students[id(parameter)] for parameter in teacher.parameters() if id(parameter) in students]
+            if shared:  # freezing the teacher would freeze them
+                raise ValueError(
+                    f"teacher and student must not share weights, got {len(shared)} in both, such as {shared[0]}; "
+                    "copy one of them with copy.deepcopy."
+                )
         self.teacher: nn.Module | None = None
         self.projector: nn.Linear | None = None
         self._teacher_recipe = teacher if isinstance(teacher, StudentRecipe) else None
