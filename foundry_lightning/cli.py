@@ -35,7 +35,7 @@ foundry-lightning: pretrain your own encoder from raw text, or distil one from a
   foundry-lightning fit --config configs/mlm.yaml        train; writes runs/mlm/1/ and runs/mlm/export/
   foundry-lightning validate --config configs/mlm.yaml   evaluate the newest checkpoint of that run
   foundry-lightning predict --config configs/mlm.yaml --data.predict '["a list of [MASK]"]'   fill blanks
-  foundry-lightning tokenizer --source 'data/*.txt' --vocab_size 8000 --out my-tokenizer      train a tokenizer
+  foundry-lightning tokenizer --source 'data/*.txt' --vocab-size 8000 --out my-tokenizer      train a tokenizer
   foundry-lightning export --config configs/mlm.yaml --ckpt runs/mlm/1 --out my-model         export a checkpoint
 
 Each command has --help. --debug before a command shows the full traceback of an error.
@@ -251,7 +251,7 @@ def train_tokenizer_command(
 ) -> None:
     """Trains a tokenizer on texts and writes a folder that AutoTokenizer loads.
 
-    Example: foundry-lightning tokenizer --source 'data/*.txt' --vocab_size 8000 --out my-tokenizer
+    Example: foundry-lightning tokenizer --source 'data/*.txt' --vocab-size 8000 --out my-tokenizer
 
     Args:
         source: A file or glob (.txt, .jsonl, .gz, .zst, .parquet), or an embedded corpus (python-docs).
@@ -328,7 +328,8 @@ def main(args: list[str] | None = None) -> int:
             from jsonargparse import auto_cli
 
             command = _COMMANDS[args[0]]
-            auto_cli(command, args=args[1:], prog=f"foundry-lightning {args[0]}", as_positional=False)
+            options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), arg) for arg in args[1:]]
+            auto_cli(command, args=options, prog=f"foundry-lightning {args[0]}", as_positional=False)
         elif args[0] not in _LOOPS:
             names = [*_LOOPS, *_COMMANDS]
             close = get_close_matches(args[0], names, n=1)

@@ -169,7 +169,9 @@ def test_validate_predict_and_export_use_the_newest_checkpoint(project):
 
 
 def test_tokenizer_writes_a_folder_that_autotokenizer_loads(project):
-    code, out = run("tokenizer", "--source", "train.txt", "--vocab_size", "60", "--out", "tok", folder=project)
+    code, out = run(
+        "tokenizer", "--source", "train.txt", "--vocab-size=60", "--min-frequency", "1", "--out", "tok", folder=project
+    )
     assert code == 0, out
     tokenizer = AutoTokenizer.from_pretrained("tok")
     assert tokenizer.mask_token == "[MASK]"
