@@ -454,6 +454,13 @@ RULES = [
          {"teacher": (27, 6), "student": (6, 27), "both": (6, 6)},
          lambda world, sizes: EncoderDistillTrainer(
              *(world.keep(tiny_bert(size).base_model) for size in sizes), EncoderDistillConfig(**QUIET)).train([ROW])),
+    Rule("teacher", "both embed the ids of a stream", "row 1 holds the token id 25, the model embeds ids below 20",
+         {"mlm": lambda world, data: MLMTrainer(world.student(20), None, MLMConfig(mask_token_id=4, **QUIET)).train(
+             data, total_steps=1),
+          "teacher": lambda world, data: EncoderDistillTrainer(
+              world.student().base_model, tiny_bert(20).base_model, EncoderDistillConfig(**QUIET)).train(
+                  data, total_steps=1)},
+         lambda world, act: act(world, DataPipeline(lambda: iter([[5, 6], [5, 25]]), max_length=32))),
     # ---------------------------------------------------------------- pipeline and data module
     Rule("data", "batch_size is a whole number of at least 1", "batch_size must be an integer",
          [0, -1, 2.5, None, "8", True], pipeline(batch_size=...)),
@@ -550,7 +557,8 @@ RULES = [
     Rule("ids", "an id of a row lies between 0 and 2^31 - 1", r"row \d.* must hold token ids",
          [[[1, 2], [3, -1]], [[LONG]], [[5], [2**40 + 6]], [{"input_ids": [-100]}]],
          lambda world, rows: world.train(DataPipeline(rows, max_length=32))),
-    Rule("ids", "an id of a row lies below the student's embedding", "token id [0-9]+, the student embeds ids below 27",
+    Rule("ids", "an id of a row lies below the student's embedding",
+         "token id [0-9]+, the (student|model) embeds ids below 27",
          {"list": [[5, 27]], "dicts": [{"input_ids": [5, 600]}], "Dataset": Dataset.from_dict({"input_ids": [[27]]}),
           "stream": lambda: iter([[5, 6], [5, 600]]),
           "IterableDataset": Dataset.from_dict({"input_ids": [[5], [600]]}).to_iterable_dataset()},

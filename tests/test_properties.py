@@ -157,16 +157,14 @@ def test_from_any_place_on_comes_the_tail_of_the_whole(run, data):
     rank = data.draw(st.integers(0, run.num_ranks - 1), label="rank")
     whole = run.places(rank)
     start = data.draw(st.integers(0, len(whole)), label="start")
-    if run.kind == "stream" and start == len(whole):  # a finished epoch's stream says that it is empty
-        return
     assert_equal(run.places(rank, start=start), whole[start:])
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=20)
 @given(RUNS)
 def test_an_epochs_order_is_its_own_and_a_seeds_own(run):
     assert_equal(run.places(), run.places())
-    big = replace(run, texts=[[n] for n in range(40)], shuffle=True, shuffle_buffer=40, kind=run.kind, batch_size=1)
+    big = replace(run, texts=[[n] for n in range(40)], shuffle=True, shuffle_buffer=40, batch_size=4)
     numbers = [n for n, _ in rows_of(big.places())]
     for other in (replace(big, epoch=run.epoch + 1), replace(big, seed=run.seed + 1)):
         assert numbers != [n for n, _ in rows_of(other.places())]

@@ -94,8 +94,8 @@ class TokenRows:
             raise ValueError("masking='whole_word' needs texts and a fast tokenizer; ready ids have no words.")
         if self.num_ids is not None and len(ids) and ids.max() >= self.num_ids:
             raise ValueError(
-                f"row {row} holds the token id {ids.max()}, the student embeds ids below {self.num_ids}; "
-                "use the tokenizer that belongs to the student."
+                f"row {row} holds the token id {ids.max()}, the model embeds ids below {self.num_ids}; "
+                "use the tokenizer that belongs to the model."
             )
         for piece, start in enumerate(range(0, max(len(ids), 1), self.max_length)):
             if piece == 0 or self.splits:
@@ -369,7 +369,9 @@ class DataPipeline:
         number = next(wanted)
         group: list[tuple[int, Any]] = []
         seen = 0
-        for place, entry in self._ordered(seed=seed, epoch=epoch, start=number * size):
+        # from the place's first batch on, so that a rank without a batch there sees that another has one
+        first = number // num_ranks * num_ranks * size
+        for place, entry in self._ordered(seed=seed, epoch=epoch, start=first):
             seen = place + 1
             if place >= number * size:
                 group.append(entry)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.modules.base import EncoderModule, max_positions, num_embeddings
 from foundry_lightning.students import StudentRecipe
 
@@ -95,6 +96,8 @@ class WithTeacher(EncoderModule):
                 largest = max(batches.tokenizer.get_vocab().values())
             for role, model in (("student", self.build_student()), ("teacher", teacher)):
                 embedded = num_embeddings(model)
+                if isinstance(batches, DataPipeline) and embedded is not None:  # a stream is checked as it is read
+                    batches.num_ids = min(embedded, batches.num_ids or embedded)
                 if largest is not None and embedded is not None and largest >= embedded:
                     raise ValueError(
                         f"the {name} data go up to token id {largest}, the {role} embeds ids below {embedded}; "
