@@ -189,6 +189,7 @@ class DataPipeline:
         self.word_ids = False
         self.num_ids: int | None = None  # of the model, once it is known
         self._table: Dataset | None = None
+        self._made: tuple[Any, dict[str, Any], TokenRows] | None = None
         self._fingerprint: str | None = None
 
     @property
@@ -224,13 +225,16 @@ class DataPipeline:
 
     @property
     def _rows(self) -> TokenRows:
-        return TokenRows(
-            self.tokenizer,
-            max_length=self.max_length,
-            long_rows=self.long_rows,
-            word_ids=self.word_ids,
-            num_ids=self.num_ids,
-        )
+        """Made once for the present settings: copying the tokenizer's engine for each batch would be slow."""
+        settings: dict[str, Any] = {
+            "max_length": self.max_length,
+            "long_rows": self.long_rows,
+            "word_ids": self.word_ids,
+            "num_ids": self.num_ids,
+        }
+        if self._made is None or self._made[0] is not self.tokenizer or self._made[1] != settings:
+            self._made = (self.tokenizer, settings, TokenRows(self.tokenizer, **settings))
+        return self._made[2]
 
     def fingerprint(self) -> str | None:
         """Stable name of the tokenised rows, computed once: each checkpoint holds it; None for streams."""
