@@ -190,7 +190,7 @@ class Masking:
         if text_ids is not None:
             text = text * length + text_ids
         text_starts = _changes(text)
-        position = _positions_in_text(attended, text_starts)
+        position = positions_in_text(attended, text)
         keys = _row_keys(row_ids, seed=self.seed, epoch=epoch)
 
         # units: where one starts, counted over eligible tokens
@@ -298,7 +298,7 @@ class Masking:
     ) -> Tensor:
         keys = _row_keys(row_ids if row_ids.dim() == 2 else row_ids.unsqueeze(1), seed=self.seed, epoch=epoch)
         text_ids = torch.zeros_like(input_ids) if text_ids is None else text_ids
-        position = _positions_in_text(attention_mask.bool(), _changes(text_ids))
+        position = positions_in_text(attention_mask.bool(), text_ids)
         split = _draw32(keys, position, _REPLACE)
         mask_below = round(self.mask_replace_prob * (1 << 32))
         random_below = round((self.mask_replace_prob + self.random_replace_prob) * (1 << 32))
@@ -337,10 +337,10 @@ def _carry(values: Tensor, starts: Tensor) -> Tensor:
     return values.gather(1, last)
 
 
-def _positions_in_text(attended: Tensor, text_starts: Tensor) -> Tensor:
+def positions_in_text(attended: Tensor, text_ids: Tensor) -> Tensor:
     """`[B, S]`: attended tokens of the text before each place, so that padding on either side changes nothing."""
     before = attended.long().cumsum(1) - attended.long()
-    return before - _carry(before, text_starts)
+    return before - _carry(before, _changes(text_ids))
 
 
 def _runs(keys: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ def find_projection(model: nn.Module) -> Projection:
     if body is None:
         return PlainProjection(None, "plain scores: the model has no base_model beside its head")
     try:
-        with _left_untouched(model):
+        with left_untouched(model):
             return _prove(model, body)
     except Exception as error:  # the forward is the user's code: what it raises is told, not hidden
         return PlainProjection(body, f"plain scores: the proof failed with {type(error).__name__}: {error}")
@@ -120,7 +120,7 @@ def find_projection(model: nn.Module) -> Projection:
 
 def output_vocab_size(model: nn.Module) -> int:
     """Measure V, the number of classes ``model`` scores, by a tiny forward that leaves the model as it was."""
-    with _left_untouched(model):
+    with left_untouched(model):
         return _logits(model(**_probe_inputs(model))).shape[-1]
 
 
@@ -130,7 +130,7 @@ def require_inputs(model: nn.Module, *, name: str) -> None:
     Raises:
         TypeError: it lacks ``input_ids`` or ``attention_mask``.
     """
-    lacking = [argument for argument in ("input_ids", "attention_mask") if not _accepts(model, argument)]
+    lacking = [argument for argument in ("input_ids", "attention_mask") if not accepts(model, argument)]
     if lacking:
         raise TypeError(
             f"{name} must take {' and '.join(lacking)} in its forward, got {type(model).__name__}; add the argument, "
@@ -144,7 +144,7 @@ def hidden_size(model: nn.Module) -> int:
     Raises:
         ValueError: the model has no ``base_model`` that it calls.
     """
-    with _left_untouched(model):
+    with left_untouched(model):
         hidden = _plain_forward(model, _probe_inputs(model), _body_name(model))[1]
     if hidden is None:
         raise ValueError(
@@ -216,7 +216,7 @@ class WithMLMHead(nn.Module):
                     "tie_weights=False or give the encoder a get_input_embeddings() that returns such an nn.Embedding."
                 )
             self.decoder.weight = embedding.weight
-        self._takes_attention_mask = _accepts(encoder, "attention_mask")
+        self._takes_attention_mask = accepts(encoder, "attention_mask")
 
     @property
     def base_model(self) -> nn.Module:
@@ -284,7 +284,8 @@ def _input_embedding(encoder: nn.Module, vocab_size: int | None) -> nn.Embedding
     return found[0] if len(found) == 1 else None
 
 
-def _accepts(module: nn.Module, name: str) -> bool:
+def accepts(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward takes an argument of this name."""
     parameters = inspect.signature(module.forward).parameters
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
@@ -301,6 +302,26 @@ def _logits(output: Any) -> Tensor:
             f"{type(output).__name__}; wrap a body without a head as WithMLMHead(encoder)."
         )
     return logits
+
+
+def outputs_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """The scores ``[B, S, V]`` of a masked language model, the hidden states ``[B, S, D]`` of an encoder."""
+    output = model(**inputs)
+    return _first(output) if hasattr(output, "last_hidden_state") else _logits(output)
+
+
+def first_position(model: nn.Module) -> int:
+    """What the model calls the first position: RoBERTa's family counts from ``padding_idx + 1``."""
+    embedding = position_embedding(model)
+    return 0 if embedding is None or embedding.padding_idx is None else embedding.padding_idx + 1
+
+
+def position_embedding(model: nn.Module) -> nn.Embedding | None:
+    """The learned positions; None where a model has none."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            return module
+    return None
 
 
 def _first(output: Any) -> Tensor:
@@ -369,22 +390,27 @@ def _body_name(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if module is body), None)
 
 
+def probe_ids(model: nn.Module, count: int) -> Tensor:
+    """``[count]`` fixed ordinary ids on the model's device."""
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    first = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 2)
+    declared = getattr(getattr(model, "config", None), "vocab_size", None)
+    num_ids = declared if isinstance(declared, int) else first
+    return (torch.arange(count, device=device) + num_ids // 2) % num_ids
+
+
 def _probe_inputs(model: nn.Module) -> dict[str, Tensor]:
     """A few fixed ordinary ids, all attended."""
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    declared = getattr(getattr(model, "config", None), "vocab_size", None)
-    num_ids = declared if isinstance(declared, int) else max(sizes, default=2)
     rows, length = _PROBE_SHAPE
-    input_ids = (torch.arange(rows * length, device=device).view(rows, length) + num_ids // 2) % num_ids
+    input_ids = probe_ids(model, rows * length).view(rows, length)
     inputs = {"input_ids": input_ids}
-    if _accepts(model, "attention_mask"):
+    if accepts(model, "attention_mask"):
         inputs["attention_mask"] = torch.ones_like(input_ids)
     return inputs
 
 
 @contextmanager
-def _left_untouched(model: nn.Module) -> Iterator[None]:
+def left_untouched(model: nn.Module) -> Iterator[None]:
     """Evaluate without gradients, then restore modes, buffers, parameters of one dimension and generators."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
@@ -408,7 +434,7 @@ def _left_untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _prove(model: nn.Module, body: str) -> Projection:
-    """Compare both ways inside :func:`_left_untouched`."""
+    """Compare both ways inside :func:`left_untouched`."""
     inputs = _probe_inputs(model)
     in_body = {id(parameter) for parameter in model.get_submodule(body).parameters()}
     # Fresh models have zero biases: one that is added after the decoder would go unnoticed.

@@ -42,6 +42,7 @@ from foundry_lightning import (
 )
 from tests.conftest import WORDS, BiasStudent, texts, tiny_bert
 from tests.test_config import BROKEN
+from tests.test_packing import Deaf
 
 PACKAGE = Path(foundry_lightning.__file__).parent
 QUIET = {"progress_bar": False, "device": "cpu"}
@@ -481,6 +482,20 @@ RULES = [
           "stream": {"group_by_length": True, "source": lambda: iter(["a"])},
           "iterator": {"group_by_length": True, "source": iter(["a"])}},
          lambda world, value: DataPipeline(**{"source": ["a"], "tokenizer": world.tokenizer, **value})),
+    Rule("data", "pack is True or False, alone, and needs lengths", "pack",
+         {"text": {"pack": "yes"}, "none": {"pack": None}, "both": {"pack": True, "group_by_length": True},
+          "stream": {"pack": True, "source": lambda: iter(["a"])}, "iterator": {"pack": True, "source": iter(["a"])}},
+         lambda world, value: DataPipeline(**{"source": ["a"], "tokenizer": world.tokenizer, **value})),
+    Rule("data", "batch_tokens holds a longest row, with pack or group_by_length", "batch_tokens (must|needs)",
+         {"alone": {"batch_tokens": 4096}, "zero": {"batch_tokens": 0, "pack": True},
+          "text": {"batch_tokens": "big", "pack": True}, "small": {"batch_tokens": 511, "pack": True},
+          "padded": {"batch_tokens": 34, "max_length": 33, "group_by_length": True}},
+         lambda world, value: DataPipeline(["a"], world.tokenizer, **value)),
+    Rule("data", "packing needs a model that keeps texts apart", "pack=True",
+         {"no position_ids": lambda world: BiasStudent(torch.zeros(len(world.tokenizer))),
+          "no mask": lambda world: Deaf("attention_mask"), "no positions": lambda world: Deaf("position_ids")},
+         lambda world, value: world.trainer(world.keep(value(world))).train(
+             DataPipeline(["the cat"], world.tokenizer, max_length=32, pack=True))),
     Rule("data", "pad_token_id and seed are whole numbers", "(pad_token_id|seed) must be an integer",
          [{"pad_token_id": -1}, {"pad_token_id": "0"}, {"pad_token_id": 0.5}, {"seed": None}, {"seed": -1},
           {"seed": 2**63}],

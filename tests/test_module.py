@@ -270,12 +270,11 @@ def test_two_layers_beat_the_unigram_baseline_of_held_out_text_and_not_with_shuf
         held_out = DataPipeline("python-docs:val", tokenizer, batch_size=64, max_length=128, group_by_length=True)
         config = MLMConfig(learning_rate=2e-3, warmup_steps=60, mask_prob=0.25, progress_bar=False)
         trainer = MLMTrainer(student, tokenizer, config)
-        if shuffled:
-            trainer.module.masking.__class__ = ShuffledLabels
-        trainer.train(train, shuffle=True, total_steps=600)
-        if shuffled:
-            trainer.module.masking.__class__ = ShuffledLabels.__base__
         masking = trainer.module.masking
+        if shuffled:
+            trainer.module.masking = ShuffledLabels(**vars(masking))
+        trainer.train(train, shuffle=True, total_steps=600)
+        trainer.module.masking = masking
         baseline = unigram_loss(
             train, held_out, special_token_ids=masking.special_token_ids, vocab_size=masking.vocab_size
         )

@@ -29,7 +29,7 @@ class Run:
     kind: str  # a list or a stream of rows, or a list of ready batches
     batch_size: int
     splits: bool
-    grouped: bool
+    filling: dict[str, Any]  # how a list's batches are filled
     shuffle: bool
     shuffle_buffer: int
     seed: int
@@ -47,7 +47,7 @@ class Run:
             batch_size=self.batch_size,
             max_length=LONGEST,
             long_rows="split" if self.splits else "truncate",
-            group_by_length=self.grouped and self.kind == "list",
+            **(self.filling if self.kind == "list" else {}),
             shuffle_buffer=self.shuffle_buffer if self.kind == "stream" else 0,
         )
 
@@ -60,7 +60,9 @@ class Run:
             for n, text in enumerate(self.texts)
             for start in range(0, max(len(text), 1), LONGEST)
         }
-        return {n: ids for n, ids in pieces.items() if self.splits or n >> PIECE_SHIFT == 0}
+        found = {n: ids for n, ids in pieces.items() if self.splits or n >> PIECE_SHIFT == 0}
+        packed = self.kind == "list" and self.filling.get("pack")  # an empty text leaves no trace in a packed row
+        return {n: ids for n, ids in found.items() if ids or not packed}
 
     def places(self, rank: int = 0, *, start: int = 0, count: Any = None) -> list[dict[str, Any]]:
         """The batches of a rank, from the local place `start`."""
@@ -93,7 +95,15 @@ RUNS = st.builds(
     kind=st.sampled_from(["list", "stream", "ready"]),
     batch_size=st.integers(1, 5),
     splits=st.booleans(),
-    grouped=st.booleans(),
+    filling=st.sampled_from(
+        [
+            {},
+            {"group_by_length": True},
+            {"group_by_length": True, "batch_tokens": 16},
+            {"pack": True},
+            {"pack": True, "batch_tokens": 16},
+        ]
+    ),
     shuffle=st.booleans(),
     shuffle_buffer=st.integers(0, 9),
     seed=st.integers(0, 2**40),
@@ -105,12 +115,15 @@ RUNS = st.builds(
 
 def rows_of(batches: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
     """(row number, its attended ids) of all rows, fillers left out."""
-    return [
-        (int(number), ids[attended == 1].tolist())
-        for batch in batches
-        if not batch["info"]["filler"]
-        for number, ids, attended in zip(batch["row_ids"], batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
+    found = []
+    for batch in (batch for batch in batches if not batch["info"]["filler"]):
+        for number, ids, attended in zip(batch["row_ids"], batch["input_ids"], batch["attention_mask"], strict=True):
+            if number.dim():  # a packed row names the text of each token
+                texts = number[attended == 1].unique_consecutive()
+                found += [(int(text), ids[(attended == 1) & (number == text)].tolist()) for text in texts]
+            else:
+                found.append((int(number), ids[attended == 1].tolist()))
+    return found
 
 
 def global_order(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

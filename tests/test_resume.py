@@ -83,6 +83,10 @@ def source_of(kind: str, tokenizer, tmp_path):
         if not path.exists():
             path.write_text("\n".join(ROWS))
         return DataPipeline(str(path), tokenizer, **settings)
+    if kind == "packed":  # six rows of up to 40 tokens hold the twenty texts
+        return DataPipeline(ROWS, tokenizer, batch_size=1, max_length=40, pack=True)
+    if kind == "tokens":
+        return DataPipeline(ROWS, tokenizer, max_length=16, group_by_length=True, batch_tokens=64)
     if kind == "stream":
         return DataPipeline(lambda: iter(ROWS), tokenizer, **settings)
     if kind == "blocks":
@@ -150,6 +154,8 @@ CASES = [
     ("texts", 3, 2, False, 5, (7,), (2, 5, 10, 11)),
     ("ready", 2, 0, True, 7, (3, 12), (5, 6, 10)),
     ("file", 3, 0, True, None, (4,), (3, 5, 8)),
+    ("packed", 2, 2, True, None, (5,), (1, 6, 7)),
+    ("tokens", 2, 0, True, None, (7,), (1, 6)),
     ("stream", 1, 0, False, None, (7,), (1, 5)),
     ("blocks", 2, 0, False, 8, (2, 7, 10), (1, 4, 5, 11)),
     ("dataset", 3, 2, False, 5, (4,), (1, 5, 8)),
@@ -173,7 +179,7 @@ def test_a_run_resumed_anywhere_is_the_unbroken_run(
     if total_steps is None and kind == "stream":
         settings.update(lr_scheduler="constant")
     whole = run(tokenizer, source_of(kind, tokenizer, tmp_path), folder=tmp_path, at=stops, **settings)
-    num_batches = 5 if kind != "split" else sum(1 for _ in source_of(kind, tokenizer, tmp_path))
+    num_batches = sum(1 for _ in source_of(kind, tokenizer, tmp_path))
     assert len(whole.losses) > num_batches, "the case must reach a second epoch"
     for stop in stops:
         resumed = run(tokenizer, source_of(kind, tokenizer, tmp_path), resume=tmp_path / f"{stop}.ckpt", **settings)

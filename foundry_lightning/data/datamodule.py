@@ -33,6 +33,8 @@ class MLMDataModule(lightning.LightningDataModule):
         shuffle_buffer: For streams: rows of a block that is permuted.
         long_rows: `truncate` or `split`.
         group_by_length: Batches hold rows of like lengths.
+        pack: Several texts share a row of `max_length`.
+        batch_tokens: Places of a batch in the place of `batch_size`, with `pack` or `group_by_length`.
         text_column: Column of the text.
         split_txt: `.txt` files give a text a `line` or a `paragraph`.
         seed: Seed of the order; None: the module's.
@@ -55,6 +57,8 @@ class MLMDataModule(lightning.LightningDataModule):
         shuffle_buffer: int = 0,
         long_rows: str = "truncate",
         group_by_length: bool = False,
+        pack: bool = False,
+        batch_tokens: int | None = None,
         text_column: str = "text",
         split_txt: str = "line",
         seed: int | None = None,
@@ -72,6 +76,8 @@ class MLMDataModule(lightning.LightningDataModule):
             "max_length": max_length,
             "long_rows": long_rows,
             "group_by_length": group_by_length,
+            "pack": pack,
+            "batch_tokens": batch_tokens,
             "text_column": text_column,
             "split_txt": split_txt,
         }
@@ -262,6 +268,8 @@ class MLMDataModule(lightning.LightningDataModule):
             "long_rows": getattr(train, "long_rows", None),
             "shuffle": self.shuffle,
             "group_by_length": getattr(train, "group_by_length", None),
+            "pack": getattr(train, "pack", None),
+            "batch_tokens": getattr(train, "batch_tokens", None),
             "shuffle_buffer": getattr(train, "shuffle_buffer", None),
             "order seed": self.seed,
         }

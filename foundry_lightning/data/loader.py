@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -100,7 +99,7 @@ class _SizedReader(MapDataset[Batch]):
         self,
         batches: DataPipeline | ReadyBatches,
         *,
-        order: np.ndarray | None,
+        order: Any,
         deal: Deal,
         finish: _Finish,
         reading: _Reading,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from foundry_lightning.config import SEED_END, Checks, problems_to_error
 from foundry_lightning.data.corpus import cache_dir
+from foundry_lightning.data.order import PAD_TO, Order, Plan, batches_of_tokens, grouped_order, packed_rows, plain_order
 from foundry_lightning.data.sources import Source, open_source
 from foundry_lightning.masking import PIECE_SHIFT, permutation
 from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -32,7 +33,6 @@ from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
 Batch = dict[str, Any]
 _CHUNK = 1000  # texts that are tokenised in one call
 _GROUPED = 64  # batches over which rows of like lengths are gathered
-_PAD_TO = 8  # widths are multiples of it: tensor cores and vector units like them
 
 
 class TokenRows:
@@ -134,6 +134,10 @@ class DataPipeline:
         text_column: Column of the text in dicts, data sets and files.
         long_rows: `truncate` cuts a text at `max_length`, `split` keeps all of it in several rows.
         group_by_length: Batches hold rows of like lengths, so that little is padding; sized sources only.
+        pack: Several texts share a row of `max_length`, kept apart by the attention mask; sized sources only. Batches
+            have `row_ids` and `text_ids` `[B, S]` then.
+        batch_tokens: Places of a batch, padding included, in the place of `batch_size`; with `pack` or
+            `group_by_length`.
         split_txt: `.txt` files give a text a `line` or a `paragraph` (separated by blank lines).
         pad_token_id: Padding id; None: the tokenizer's, else 0.
         seed: Seed of the order where the pipeline is iterated by itself.
@@ -155,18 +159,41 @@ class DataPipeline:
         *,
         long_rows: str = "truncate",
         group_by_length: bool = False,
+        pack: bool = False,
+        batch_tokens: int | None = None,
         split_txt: str = "line",
         pad_token_id: int | None = None,
         seed: int = 42,
     ) -> None:
-        given = {"batch_size": batch_size, "max_length": max_length, "shuffle_buffer": shuffle_buffer, "seed": seed}
-        checks = Checks(SimpleNamespace(**given, pad_token_id=pad_token_id, group_by_length=group_by_length))
+        given: dict[str, Any] = {
+            "batch_size": batch_size,
+            "max_length": max_length,
+            "shuffle_buffer": shuffle_buffer,
+            "seed": seed,
+        }
+        given |= {"pad_token_id": pad_token_id, "group_by_length": group_by_length, "pack": pack}
+        checks = Checks(SimpleNamespace(**given, batch_tokens=batch_tokens))
         checks.integer("batch_size", low=1)
         checks.integer("max_length", low=1)
         checks.integer("shuffle_buffer", low=0)
         checks.integer("pad_token_id", low=0, optional=True)
         checks.integer("seed", low=0, high=SEED_END)
         checks.kind("group_by_length", bool, "True or False")
+        checks.kind("pack", bool, "True or False")
+        checks.integer("batch_tokens", low=1, optional=True)
+        if not checks.problems and pack and group_by_length:
+            checks.problems.append("pack and group_by_length both fill batches, got both; leave one out.")
+        if not checks.problems and batch_tokens is not None:
+            if not (pack or group_by_length):
+                checks.problems.append(
+                    f"batch_tokens needs pack=True or group_by_length=True, got {batch_tokens} alone; set one, or "
+                    "batch_size."
+                )
+            elif batch_tokens < -(-max_length // PAD_TO) * PAD_TO:
+                checks.problems.append(
+                    f"batch_tokens must hold a row of max_length={max_length}, padded to a multiple of {PAD_TO}, got "
+                    f"{batch_tokens}; raise it."
+                )
         if mode != "embed":
             checks.problems.append(
                 f"mode must be 'embed' (input_ids and attention_mask), got {mode!r}; other modes do not exist here."
@@ -180,12 +207,13 @@ class DataPipeline:
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, source=self.source)
         self.batch_size, self.max_length, self.shuffle_buffer = batch_size, max_length, shuffle_buffer
         self.long_rows, self.seed, self._pad = long_rows, seed, pad_token_id
-        self.group_by_length = group_by_length
-        if group_by_length and self.is_stream:
-            raise ValueError(
-                f"group_by_length=True needs the lengths of all rows, and {self.source.description} is a stream; "
-                "leave it out, or load the source as a Dataset."
-            )
+        self.group_by_length, self.pack, self.batch_tokens = group_by_length, pack, batch_tokens
+        for name in ("group_by_length", "pack"):
+            if getattr(self, name) and self.is_stream:
+                raise ValueError(
+                    f"{name}=True needs the lengths of all rows, and {self.source.description} is a stream; "
+                    "leave it out, or load the source as a Dataset."
+                )
         self.word_ids = False
         self.num_ids: int | None = None  # of the model, once it is known
         self._table: Dataset | None = None
@@ -312,41 +340,53 @@ class DataPipeline:
                 f"{self.source.description} is a stream and has no length; give total_steps to train(), "
                 "or load it as a Dataset."
             )
-        return math.ceil(len(self.table) / self.batch_size)
+        groups = len(self.table) if self._plan is None else len(self._plan.starts) - 1
+        return math.ceil(groups / self._groups_of_batch)
 
     def __len__(self) -> int:
         """Batches of one epoch."""
         return self.num_batches()
 
-    def order(self, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray | None:
-        """`[rows]` permutation of this epoch, or None for the source's order."""
-        shuffle = shuffle or self.shuffle_buffer > 0
-        if not (shuffle or self.group_by_length):
-            return None
-        order = permutation(len(self.table), seed=seed, epoch=epoch).numpy() if shuffle else np.arange(len(self.table))
-        if not self.group_by_length:
-            return order
-        lengths, size = self._lengths[order], self.batch_size
-        stretch = np.arange(len(order)) // (size * _GROUPED)  # rows that are sorted together
-        order = order[np.lexsort((lengths, stretch))]
-        if not shuffle:
-            return order
-        full = len(order) // size  # the short batch stays last
-        batches = order[: full * size].reshape(full, size)[permutation(full, seed=seed, epoch=epoch).numpy()]
-        return np.concatenate([batches.ravel(), order[full * size :]])
+    def order(self, *, seed: int, epoch: int, shuffle: bool) -> Order:
+        """The rows of this epoch, in the groups that `batch` reads."""
+        settings: dict[str, Any] = {"seed": seed, "epoch": epoch, "shuffle": shuffle or self.shuffle_buffer > 0}
+        if self._plan is not None:
+            return self._plan.order(self.lengths, **settings)
+        if self.group_by_length:
+            return grouped_order(self.lengths, **settings, batch_size=self.batch_size, over=_GROUPED)
+        return plain_order(len(self.table), **settings)
 
-    @cached_property
-    def _lengths(self) -> np.ndarray:
-        """`[rows]` tokens of each row."""
+    @property
+    def lengths(self) -> np.ndarray:
+        """`[rows]` tokens of each row of the table."""
         return pc.list_value_length(self.table.data.column("input_ids")).to_numpy()  # type: ignore[no-any-return]
 
-    def batch(self, number: int, order: np.ndarray | None) -> Batch:
-        """The batch with this number, with `row_ids` `[B]` and, for whole words, `word_ids` `[B, S]`."""
-        table = self.table
-        start, stop = number * self.batch_size, min((number + 1) * self.batch_size, len(table))
-        rows = range(start, stop) if order is None else order[start:stop]
-        columns = table.with_format("numpy")[list(rows)]
-        return self._collate([{name: column[n] for name, column in columns.items()} for n in range(stop - start)])
+    @cached_property
+    def _plan(self) -> Plan | None:
+        """Which rows share a packed row (with `pack`) or a batch (with `batch_tokens` alone)."""
+        if self.pack:
+            return packed_rows(self.lengths, max_length=self.max_length)
+        if self.batch_tokens is not None:
+            return batches_of_tokens(self.lengths, batch_tokens=self.batch_tokens)
+        return None
+
+    @property
+    def _groups_of_batch(self) -> int:
+        if self.batch_tokens is None:
+            return self.batch_size
+        return self.batch_tokens // self.max_length if self.pack else 1
+
+    def batch(self, number: int, order: Order) -> Batch:
+        """The batch with this number, with `row_ids` `[B]` and, for whole words, `word_ids` `[B, S]`.
+
+        Packed rows have `row_ids` `[B, S]` and `text_ids` `[B, S]`, the number of the text within its row.
+        """
+        groups = order.groups(number * self._groups_of_batch, (number + 1) * self._groups_of_batch)
+        columns = self.table.with_format("numpy")[[row for group in groups for row in group]]
+        rows = iter([dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)])
+        if self.pack:
+            return self._collate([list(islice(rows, len(group))) for group in groups])
+        return self._collate([[row] for row in rows])
 
     def stream(
         self, *, seed: int, epoch: int, numbers: range, num_ranks: int = 1
@@ -407,33 +447,39 @@ class DataPipeline:
 
     def _batch_of(self, group: list[tuple[int, Any]]) -> Batch:
         if isinstance(group[0][1], dict):
-            return self._collate([row for _, row in group])
+            return self._collate([[row] for _, row in group])
         row_ids, items = zip(*group, strict=True)
-        return self._collate(self._rows(items, row_ids))
+        return self._collate([[row] for row in self._rows(items, row_ids)])
 
-    def _collate(self, rows: list[dict[str, Any]]) -> Batch:
-        longest = max(len(row["input_ids"]) for row in rows)
-        width = min(-(-longest // _PAD_TO) * _PAD_TO, self.max_length) if longest else _PAD_TO
+    def _collate(self, rows: list[list[dict[str, Any]]]) -> Batch:
+        """A batch of rows, each of one text or, packed, of several."""
+        longest = max(sum(len(text["input_ids"]) for text in row) for row in rows)
+        width = min(-(-longest // PAD_TO) * PAD_TO, self.max_length) if longest else PAD_TO
         input_ids = np.full((len(rows), width), self.pad_token_id, dtype=np.int64)
         attention_mask = np.zeros_like(input_ids)
-        words = np.full_like(input_ids, -1) if "word_ids" in rows[0] else None
+        words = np.full_like(input_ids, -1) if "word_ids" in rows[0][0] else None
+        text_ids = np.zeros_like(input_ids)
+        row_ids = np.zeros_like(input_ids)
         for n, row in enumerate(rows):
-            size = len(row["input_ids"])
-            input_ids[n, :size] = row["input_ids"]
-            attention_mask[n, :size] = 1
-            if words is not None:
-                words[n, :size] = row["word_ids"]
-        batch = {
-            "input_ids": torch.from_numpy(input_ids),
-            "attention_mask": torch.from_numpy(attention_mask),
-            "row_ids": torch.tensor([int(row["row_id"]) for row in rows]),
-        }
+            end = 0
+            for number, text in enumerate(row):
+                place = slice(end, end := end + len(text["input_ids"]))
+                input_ids[n, place], attention_mask[n, place] = text["input_ids"], 1
+                text_ids[n, place], row_ids[n, place] = number, text["row_id"]
+                if words is not None:
+                    words[n, place] = text["word_ids"]
+            text_ids[n, end:] = len(row)  # padding keeps to itself
+        batch = {"input_ids": torch.from_numpy(input_ids), "attention_mask": torch.from_numpy(attention_mask)}
+        if self.pack:
+            batch |= {"row_ids": torch.from_numpy(row_ids), "text_ids": torch.from_numpy(text_ids)}
+        else:
+            batch["row_ids"] = torch.tensor([int(row[0]["row_id"]) for row in rows])
         if words is not None:
             batch["word_ids"] = torch.from_numpy(words)
         return batch
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """One pass: `input_ids` and `attention_mask`, int64 `[B, S]`."""
+        """One pass: `input_ids` and `attention_mask`, int64 `[B, S]`; with `pack` also `row_ids` and `text_ids`."""
         if self.is_stream:
             stream = self.stream(seed=self.seed, epoch=0, numbers=range(sys.maxsize))
             batches = (batch for _, batch in stream if batch is not None)
@@ -441,7 +487,9 @@ class DataPipeline:
             order = self.order(seed=self.seed, epoch=0, shuffle=False)
             batches = (self.batch(k, order) for k in range(self.num_batches()))
         for batch in batches:
-            yield {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+            yield {
+                name: batch[name] for name in ("input_ids", "attention_mask", *(("row_ids", "text_ids") * self.pack))
+            }
 
 
 class ReadyBatches:

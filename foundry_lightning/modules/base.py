@@ -17,7 +17,8 @@ from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.masking import batch_seed
 from foundry_lightning.optim import adamw_with_schedule
-from foundry_lightning.projection import PlainProjection, ScoredProjection
+from foundry_lightning.packing import Packing, find_packing
+from foundry_lightning.projection import PlainProjection, ScoredProjection, first_position, position_embedding
 from foundry_lightning.students import StudentRecipe
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -60,6 +61,7 @@ class EncoderModule(lightning.LightningModule):
         self._metrics: tuple[int, dict[str, float]] | None = None
         self._built_groups: list[dict[str, Any]] | None = None
         self._told: set[str] = set()
+        self._packings: dict[str, Packing] = {}
 
     # ------------------------------------------------------------------ start
 
@@ -163,6 +165,8 @@ class EncoderModule(lightning.LightningModule):
             num_ids=num_embeddings(student),
             num_classes=self.num_classes,
         )
+        if any(getattr(batches, "pack", False) for batches in (data.train, data.val)):
+            self.packing("student")
 
     @property
     def pad_token_id(self) -> int:
@@ -219,9 +223,21 @@ class EncoderModule(lightning.LightningModule):
             return trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
         return trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop
 
-    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What the models take of a batch."""
+    def inputs(self, batch: Mapping[str, Any], *, of: str = "student") -> dict[str, Any]:
+        """What a model, the student or the teacher, takes of a batch."""
+        if "text_ids" in batch:
+            return self.packing(of).inputs(batch)
         return {name: batch[name] for name in _MODEL_INPUTS if name in batch}
+
+    def packing(self, of: str) -> Packing:
+        """How the student or the teacher is told of packed texts, proven at the first call.
+
+        Raises:
+            ValueError: that model cannot keep them apart.
+        """
+        if of not in self._packings:
+            self._packings[of] = find_packing(getattr(self, of), name=of)
+        return self._packings[of]
 
     def weight(self, batch: Mapping[str, Any], name: str) -> float:
         """1 ÷ the window's count × the factor that undoes Lightning's and DDP's averaging; 0 where there is none.
@@ -448,8 +464,5 @@ def num_embeddings(model: nn.Module) -> int | None:
 
 def max_positions(model: nn.Module) -> int | None:
     """Longest sequence the model's learned positions allow (RoBERTa counts from padding_idx + 1); None: no limit."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            offset = 0 if module.padding_idx is None else module.padding_idx + 1
-            return module.num_embeddings - offset
-    return None
+    embedding = position_embedding(model)
+    return None if embedding is None else embedding.num_embeddings - first_position(model)

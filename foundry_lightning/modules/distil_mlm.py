@@ -112,6 +112,7 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
         if self.needs_teacher:
             with torch.no_grad():
                 at = scored if config.distill_weight else scored[:0]  # the cosine needs no scores
+                inputs = {**self.inputs(batch, of="teacher"), "input_ids": masked.input_ids}
                 teacher = self.teacher_projection(self.frozen_teacher(), inputs, positions=at)
         loss = vocabulary_loss(
             student.scored,

@@ -79,12 +79,13 @@ class EncoderDistillLitModule(WithTeacher):
 
     def distance(self, batch: Mapping[str, Any]) -> Tensor:
         """Sum over attended tokens of the distance between the states of student and teacher."""
-        inputs = self.inputs(batch)
         attended = masked_positions(batch["attention_mask"] != 0, batch["info"]["num_attended"])
         assert self.student is not None
-        student = self.student(**inputs).last_hidden_state.flatten(0, 1)[attended]
+        student = self.student(**self.inputs(batch)).last_hidden_state.flatten(0, 1)[attended]
         with torch.no_grad():
-            teacher = self.frozen_teacher()(**inputs).last_hidden_state.flatten(0, 1)[attended]
+            teacher = self.frozen_teacher()(**self.inputs(batch, of="teacher")).last_hidden_state.flatten(0, 1)[
+                attended
+            ]
         measure = mse_loss if self.config.loss == "mse" else cosine_loss
         return measure(self.project(student), teacher)
 

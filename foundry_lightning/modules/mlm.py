@@ -150,6 +150,7 @@ class MLMLitModule(EncoderModule):
             attention_mask=batch["attention_mask"],
             row_ids=batch["row_ids"],
             word_ids=batch.get("word_ids"),
+            text_ids=batch.get("text_ids"),
             epoch=info["epoch"],
             num_masked=info["num_masked"],
             weight=weight,

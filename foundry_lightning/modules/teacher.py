@@ -86,6 +86,8 @@ class WithTeacher(EncoderModule):
         for name, batches in (("train", data.train), ("val", data.val)):
             if batches is None:
                 continue
+            if getattr(batches, "pack", False):
+                self.packing("teacher")
             if positions is not None and batches.max_length > positions:
                 raise ValueError(
                     f"max_length of the {name} data is {batches.max_length}, the teacher has {positions} positions; "

@@ -1,0 +1,115 @@
+"""Several texts in one row: attention stays within a text, positions count from its start.
+
+Packed texts must not see each other (Krell et al. 2021, arXiv:2107.02027, section 4). A model gets an additive
+float mask ``[B, 1, S, S]`` (a boolean one leaks in MPNet), or one for each kind of layer where its
+``config.layer_types`` says that it has several, and ``position_ids``. :func:`find_packing` proves on the actual model
+that both are heeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundry_lightning.masking import positions_in_text
+from foundry_lightning.projection import accepts, first_position, left_untouched, outputs_of, probe_ids
+
+_LENGTHS = (4, 5)  # of the texts that are packed for the proof
+_PADDING = 3
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a model is told of packed texts.
+
+    Attributes:
+        first_position: What it calls the first position (RoBERTa counts from ``padding_idx + 1``).
+        windows: Kind of layer -> how far its attention reaches, None for all of a row; empty: one mask for all layers.
+        dtype: Of the mask: that of the model's weights.
+    """
+
+    first_position: int
+    windows: Mapping[str, int | None]
+    dtype: torch.dtype
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What the model takes of a packed batch.
+
+        Args:
+            batch: ``input_ids`` and ``text_ids``, the number of each token's text within its row, ``[B, S]``.
+        """
+        text_ids = batch["text_ids"]
+        apart = text_ids.unsqueeze(2) != text_ids.unsqueeze(1)
+        mask: Any = self._mask(apart)
+        if self.windows:
+            place = torch.arange(text_ids.shape[1], device=text_ids.device)
+            distance = (place.unsqueeze(1) - place).abs()
+            mask = {
+                kind: mask if reach is None else self._mask(apart | (distance > reach))
+                for kind, reach in self.windows.items()
+            }
+        positions = positions_in_text(torch.ones_like(text_ids, dtype=torch.bool), text_ids) + self.first_position
+        return {"input_ids": batch["input_ids"], "attention_mask": mask, "position_ids": positions}
+
+    def _mask(self, apart: Tensor) -> Tensor:
+        """`[B, 1, S, S]`: 0 where a place is seen, the type's lowest number where it is not."""
+        mask = torch.zeros(apart.shape, dtype=self.dtype, device=apart.device)
+        return mask.masked_fill_(apart, torch.finfo(self.dtype).min).unsqueeze(1)
+
+
+def find_packing(model: nn.Module, *, name: str) -> Packing:
+    """The packing of ``model``, proven by a small forward that leaves the model as it was.
+
+    In a row of two texts and padding, exchanging one text must leave the other's outputs equal to the bit, and each
+    text's outputs must be those that it gets in a row of its own.
+
+    Raises:
+        ValueError: the model does not keep them apart, or fails.
+    """
+    advice = "use group_by_length=True in its place."
+    if not accepts(model, "position_ids"):
+        raise ValueError(
+            f"pack=True needs position_ids, which the {name}, {type(model).__name__}, does not take; {advice}"
+        )
+    config = getattr(model, "config", None)
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    reach = getattr(config, "sliding_window", None)
+    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    packing = Packing(
+        first_position=first_position(model),
+        windows={kind: reach if kind == "sliding_attention" else None for kind in kinds} if len(kinds) > 1 else {},
+        dtype=weight.dtype,
+    )
+    try:
+        with left_untouched(model):
+            problem = _mixes(model, packing)
+    except Exception as error:  # the forward is the user's code
+        problem = f"its forward fails with {type(error).__name__}: {error}"
+    if problem:
+        raise ValueError(f"pack=True does not work with the {name}, {type(model).__name__}: {problem}; {advice}")
+    return packing
+
+
+def _mixes(model: nn.Module, packing: Packing) -> str | None:
+    """What is wrong when texts share a row; None: nothing."""
+    first, second = _LENGTHS
+    a, b, c, d = probe_ids(model, 2 * (first + second)).split([first, second, second, first])
+    padding = a[:1].expand(_PADDING)
+    rows = torch.stack([torch.cat([a, b, padding]), torch.cat([a, c, padding]), torch.cat([d, b, padding])])
+    text_ids = torch.repeat_interleave(torch.arange(3), torch.tensor([first, second, _PADDING])).expand_as(rows)
+    packed = outputs_of(model, packing.inputs({"input_ids": rows, "text_ids": text_ids.to(rows.device)}))
+    ab, ac, db = packed[0], packed[1], packed[2]
+    ends = slice(first, first + second)
+    if not torch.equal(ab[:first], ac[:first]) or not torch.equal(ab[ends], db[ends]):
+        return "a text of a packed row sees its neighbour"
+    for text, found in ((a, ab[:first]), (b, ab[ends])):
+        ids = text.unsqueeze(0)
+        expected = outputs_of(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0]
+        tolerance = max(16 * torch.finfo(expected.dtype).eps, 1e-5) * max(1.0, float(expected.abs().max()))
+        if (found - expected).abs().max() > tolerance:
+            return "a packed text gets other scores than in a row of its own"
+    return None
