@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
 DEVICES = ("auto", "cpu", "cuda", "mps")
 LOG_BACKENDS = ("none", "wandb", "tensorboard")
-LR_SCHEDULERS = ("cosine", "linear", "constant")
+LR_SCHEDULERS = ("cosine", "linear", "constant", "wsd")
 MASKING_STRATEGIES = ("token", "whole_word", "span")
 
 _EXAMPLES = {"mask_prob": "it is the share of eligible tokens to mask", "temperature": "DistilBERT uses 2.0"}
@@ -131,6 +131,7 @@ class _TrainingFields:
     log_every: int = 50
     log_backend: str = "none"
     seed: int = 42
+    decay_steps: int = field(default=0, kw_only=True)
     devices: int | str | list[int] = field(default=1, kw_only=True)
     num_nodes: int = field(default=1, kw_only=True)
     strategy: str = field(default="auto", kw_only=True)
@@ -152,6 +153,9 @@ class _TrainingFields:
         checks.choice("torch_dtype", tuple(PRECISIONS))
         checks.choice("lr_scheduler", LR_SCHEDULERS)
         checks.integer("warmup_steps", low=0)
+        checks.integer("decay_steps", low=0, action="0 decays over the last fifth of the run")
+        if self.decay_steps and self.lr_scheduler != "wsd":
+            checks.add("decay_steps", f"be 0 where lr_scheduler is {self.lr_scheduler!r}", "only 'wsd' reads it")
         checks.integer("eval_every", low=0, action="0 switches evaluation during training off")
         checks.integer("save_every", low=0, action="0 switches saving during training off")
         checks.integer("log_every", low=1)
@@ -195,7 +199,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         device: `auto`, `cpu`, `cuda` or `mps`.
         grad_accumulation_steps: Batches of one optimizer update on each rank.
         torch_dtype: `float32`, `bfloat16` or `float16` (the last two as mixed precision).
-        lr_scheduler: `cosine`, `linear` or `constant`, after the warm-up.
+        lr_scheduler: `cosine`, `linear`, `constant` or `wsd` (stable, then linear decay), after the warm-up.
         warmup_steps: Updates over which the learning rate rises linearly.
         eval_every: Updates between two evaluations; 0 switches them off.
         save_every: Updates between two checkpoints in `save_dir`; 0 switches them off.
@@ -207,6 +211,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         masking: `token`, `whole_word` or `span`.
         mask_replace_prob: Share of masked tokens that becomes the mask token.
         random_replace_prob: Share of masked tokens that becomes a random ordinary token; the rest stays.
+        decay_steps: Last updates, over which `wsd` lowers the learning rate to 0; 0: a fifth of the run.
         devices: Lightning's `devices`.
         num_nodes: Lightning's `num_nodes`.
         strategy: Lightning's `strategy`.

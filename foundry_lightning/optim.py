@@ -33,6 +33,7 @@ def adamw_with_schedule(
     schedule: str,
     warmup_steps: int,
     total_steps: int,
+    decay_steps: int = 0,
     fused: bool = True,
 ) -> dict[str, Any]:
     """AdamW (Loshchilov & Hutter 2019; betas 0.9, 0.999, eps 1e-8) and the schedule as Lightning's dict.
@@ -44,6 +45,7 @@ def adamw_with_schedule(
         schedule: See `lr_factor`.
         warmup_steps: See `lr_factor`.
         total_steps: See `lr_factor`.
+        decay_steps: See `lr_factor`.
         fused: Use the fused kernel where the parameters' device has it.
 
     Raises:
@@ -56,6 +58,7 @@ def adamw_with_schedule(
         p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for g in groups for p in g["params"]
     )
     optimizer = AdamW(groups, lr=learning_rate, fused=fused)
-    factor = partial(lr_factor, total_steps=total_steps, warmup_steps=warmup_steps, schedule=schedule)
+    settings = {"total_steps": total_steps, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
+    factor = partial(lr_factor, schedule=schedule, **settings)
     scheduler = LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"}}

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import math
 
+_DECAY_SHARE = 5  # `wsd` decays over a fifth of the run by default
 
-def lr_factor(step: int, *, total_steps: int, warmup_steps: int = 0, schedule: str = "cosine") -> float:
+
+def lr_factor(
+    step: int, *, total_steps: int, warmup_steps: int = 0, schedule: str = "cosine", decay_steps: int = 0
+) -> float:
     """Share of the peak learning rate that update number `step + 1` uses.
 
     With T updates, W warm-up and k updates done: (k+1)/W for k < W, then with x = (k−W)/(T−W) `linear` 1−x,
-    `cosine` (1+cos πx)/2, `constant` 1. T=6, W=2, linear: 1/2, 1, 1, 3/4, 1/2, 1/4.
+    `cosine` (1+cos πx)/2, `constant` 1, and with D updates of decay `wsd` (warm-up, stable, decay: Hu et al. 2024,
+    MiniCPM, section 4) min(1, (T−k)/D). T=6, W=2, linear: 1/2, 1, 1, 3/4, 1/2, 1/4; wsd with D=2: 1/2, 1, 1, 1, 1, 1/2.
 
     Args:
         step: k, the updates done.
         total_steps: T, the updates of the whole run (not read by `constant`).
         warmup_steps: W.
-        schedule: `cosine`, `linear` or `constant`.
+        schedule: `cosine`, `linear`, `constant` or `wsd`.
+        decay_steps: D, read by `wsd`; 0: a fifth of T, at least 1, and never more than T−W.
 
     Raises:
         ValueError: unknown schedule.
     """
-    if schedule not in ("cosine", "linear", "constant"):
-        raise ValueError(f"lr_scheduler must be one of 'cosine', 'linear', 'constant', got {schedule!r}.")
+    if schedule not in ("cosine", "linear", "constant", "wsd"):
+        raise ValueError(f"lr_scheduler must be one of 'cosine', 'linear', 'constant', 'wsd', got {schedule!r}.")
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant":
         return 1.0
-    x = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    after_warmup = max(total_steps - warmup_steps, 1)
+    if schedule == "wsd":
+        decay_steps = decay_steps or min(max(total_steps // _DECAY_SHARE, 1), after_warmup)
+        return min(max(total_steps - step, 0) / decay_steps, 1.0)
+    x = min((step - warmup_steps) / after_warmup, 1.0)
     return 1 - x if schedule == "linear" else (1 + math.cos(math.pi * x)) / 2

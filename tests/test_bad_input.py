@@ -313,6 +313,8 @@ RULES = [
     Rule("config", "each share of replacement, and both together, lie in [0, 1]", "replace_prob",
          {"together": {"mask_replace_prob": 0.9, "random_replace_prob": 0.2}, "nan": {"random_replace_prob": NAN},
           "negative": {"mask_replace_prob": -0.5}}, config(MLMConfig, "")),
+    Rule("config", "decay_steps belong to wsd", "decay_steps must be 0 where lr_scheduler is",
+         [{"decay_steps": 5}, {"decay_steps": 5, "lr_scheduler": "linear"}], config(MLMConfig, "")),
     Rule("config", "saving needs a folder", "save_every=10 needs a place to write to; set save_dir",
          [{"save_every": 10}, {"save_every": 10, "save_dir": ""}], config(MLMConfig, "")),
     Rule("config", "the weights of distillation are not negative, and not all zero", "(weight must lie in|are all 0)",
@@ -649,12 +651,15 @@ RULES = [
          lambda world, value: world.train([ROW], total_steps=7, config={"trainer_kwargs": value})),
     Rule("train", "the warm-up is not longer than the run", "warmup_steps must not exceed the run's 1 updates", [2, 5],
          lambda world, steps: world.train([ROW], config={"warmup_steps": steps})),
+    Rule("train", "warm-up and decay fit into the run", "decay_steps and warmup_steps together must not exceed the run",
+         [{"decay_steps": 4}, {"decay_steps": 3, "warmup_steps": 1}], lambda world, value: world.train(
+             [ROW] * 3, config={"lr_scheduler": "wsd", **value})),
     Rule("train", "on_step takes (global_step, loss)", "on_step must be a function of",
          {"text": "print", "number": 3, "no argument": lambda: None, "one": lambda step: None,
           "three": lambda step, loss, more: None, "keyword": lambda step, loss, *, more: None},
          lambda world, value: world.train([ROW], on_step=value)),
     Rule("train", "a schedule needs the length of the run", "has no length; give total_steps",
-         ["cosine", "linear"], lambda world, schedule: world.train(
+         ["cosine", "linear", "wsd"], lambda world, schedule: world.train(
              DataPipeline(lambda: iter(["a"]), max_length=32), config={"lr_scheduler": schedule})),
     Rule("train", "an iterator serves one epoch, in one process", "read once .* pass a callable",
          [{"epochs": 2}, {"num_workers": 1}, {"epochs": 3, "num_workers": 2}],

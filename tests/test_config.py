@@ -70,6 +70,7 @@ BROKEN = [
     ("torch_dtype", ["fp16", "half", "float64", None]),
     ("lr_scheduler", ["step", "COSINE", None]),
     ("warmup_steps", [-1, 0.1, None]),
+    ("decay_steps", [-1, 0.1, None, 5]),
     ("eval_every", [-1, 0.5, None]),
     ("save_every", [-1, 0.5, None]),
     ("save_dir", [None, 3]),

@@ -385,6 +385,16 @@ def test_a_finished_run_is_extended_with_the_longer_schedule(tokenizer, tmp_path
     assert extended.rates == pytest.approx([0.5e-2, 0.375e-2, 0.25e-2, 0.125e-2])
 
 
+def test_an_extended_wsd_run_goes_on_at_the_peak_and_decays_at_its_new_end(tokenizer, tmp_path):
+    pipe = source_of("texts", tokenizer, tmp_path)
+    settings = {"learning_rate": 1e-2, "lr_scheduler": "wsd", "decay_steps": 2}
+    first = run(tokenizer, pipe, total_steps=4, **settings)
+    assert first.rates == pytest.approx([1e-2, 1e-2, 1e-2, 0.5e-2])
+    first.trainer.save_checkpoint(tmp_path)
+    extended = run(tokenizer, pipe, resume=tmp_path, total_steps=8, **{**settings, "decay_steps": 3})
+    assert extended.rates == pytest.approx([1e-2, 1e-2, 2e-2 / 3, 1e-2 / 3])
+
+
 def test_rate_schedule_decay_and_logging_may_change_at_a_resume(tokenizer, tmp_path):
     pipe = source_of("texts", tokenizer, tmp_path)
     run(tokenizer, pipe, total_steps=8, folder=tmp_path, at=(4,))

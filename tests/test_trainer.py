@@ -177,6 +177,7 @@ def test_a_device_that_is_not_there_is_refused(tokenizer):
         ("max_grad_norm", 1e-3),
         ("grad_accumulation_steps", 3),
         ("lr_scheduler", "constant"),
+        ("lr_scheduler", "wsd"),
         ("warmup_steps", 4),
         ("epochs", 2),
         ("seed", 0),

@@ -24,7 +24,7 @@ from foundry_lightning.students import StudentRecipe
 _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 # settings of the config that a Trainer owns; only the facades translate them
 _TRAINER_FIELDS = {field.name for field in fields(_TrainingFields)} - {
-    *("learning_rate", "weight_decay", "lr_scheduler", "warmup_steps", "seed"),
+    *("learning_rate", "weight_decay", "lr_scheduler", "warmup_steps", "decay_steps", "seed"),
     *("gradient_checkpointing", "on_nonfinite"),
 }
 
@@ -405,6 +405,11 @@ class EncoderModule(lightning.LightningModule):
                 f"warmup_steps must not exceed the run's {int(total)} updates, got {self.config.warmup_steps}; "
                 "lower it or train longer."
             )
+        if self.config.warmup_steps + self.config.decay_steps > total and self.config.decay_steps:
+            raise ValueError(
+                f"decay_steps and warmup_steps together must not exceed the run's {int(total)} updates, got "
+                f"{self.config.decay_steps} + {self.config.warmup_steps}; lower them or train longer."
+            )
         built = adamw_with_schedule(
             self.trained_modules(),
             learning_rate=self.config.learning_rate,
@@ -412,6 +417,7 @@ class EncoderModule(lightning.LightningModule):
             schedule=self.config.lr_scheduler,
             warmup_steps=self.config.warmup_steps,
             total_steps=int(total),
+            decay_steps=self.config.decay_steps,
             fused=self.trainer.precision != "16-mixed",  # Lightning can't clip between unscaling and a fused step
         )
         self._built_groups = [
