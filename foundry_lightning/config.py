@@ -189,6 +189,8 @@ class MLMConfig(_TrainingFields, _MaskingFields):
 
     Args:
         mask_prob: Share of the eligible tokens that is masked, in (0, 1].
+        mask_prob_end: The share moves in a straight line from `mask_prob` in the first update to this one in the last;
+            evaluations mask this share, so that they can be compared. None: `mask_prob` throughout.
         mask_token_id: Id written over masked tokens; taken from the tokenizer, required without one.
         pad_token_id: Padding id; taken from the tokenizer (0 counts as unset).
         vocab_size: Number of ids the tokenizer really has; None: the tokenizer's, else the student's input embeddings.
@@ -228,6 +230,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         ValueError: One error that lists every problem of the fields.
     """
 
+    mask_prob_end: float | None = field(default=None, kw_only=True)
     special_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
     masking: str = field(default="token", kw_only=True)
     mask_replace_prob: float = field(default=0.8, kw_only=True)
@@ -245,6 +248,8 @@ class MLMConfig(_TrainingFields, _MaskingFields):
     def _check(self, checks: Checks) -> None:
         self._check_masking(checks)
         self._check_training(checks)
+        if self.mask_prob_end is not None:
+            checks.number("mask_prob_end", low=0, high=1, low_open=True, action="None keeps mask_prob throughout")
         checks.choice("masking", MASKING_STRATEGIES)
         checks.replacement_shares()
         checks.token_ids("special_token_ids")

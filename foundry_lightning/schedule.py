@@ -1,4 +1,4 @@
-"""The learning-rate schedule: a pure function of the number of updates done. Standard library only."""
+"""What changes over a run, as pure functions of the number of updates done. Standard library only."""
 
 from __future__ import annotations
 
@@ -38,3 +38,17 @@ def lr_factor(
         return min(max(total_steps - step, 0) / decay_steps, 1.0)
     x = min((step - warmup_steps) / after_warmup, 1.0)
     return 1 - x if schedule == "linear" else (1 + math.cos(math.pi * x)) / 2
+
+
+def mask_share(step: int, *, total_steps: int, start: float, end: float) -> float:
+    """Share of the eligible tokens that update number `step + 1` masks: from `start` to `end` in a straight line.
+
+    The first update of a run has `start`, the last one `end`. T=4 from 0.3 to 0.15: 0.3, 0.25, 0.2, 0.15.
+
+    Args:
+        step: The updates done.
+        total_steps: T, the updates of the whole run.
+        start: Share of the first update.
+        end: Share of the last update, and of any after it.
+    """
+    return start + (end - start) * min(step / max(total_steps - 1, 1), 1.0)

@@ -661,6 +661,10 @@ RULES = [
     Rule("train", "a schedule needs the length of the run", "has no length; give total_steps",
          ["cosine", "linear", "wsd"], lambda world, schedule: world.train(
              DataPipeline(lambda: iter(["a"]), max_length=32), config={"lr_scheduler": schedule})),
+    Rule("train", "a changing mask share needs the length of the run", "mask_prob_end=.* needs the number of updates",
+         [0.1, 0.5], lambda world, share: world.train(
+             DataPipeline(lambda: iter(["a"]), max_length=32), config={
+                 "lr_scheduler": "constant", "mask_prob_end": share})),
     Rule("train", "an iterator serves one epoch, in one process", "read once .* pass a callable",
          [{"epochs": 2}, {"num_workers": 1}, {"epochs": 3, "num_workers": 2}],
          lambda world, value: world.train(

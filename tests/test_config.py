@@ -58,6 +58,7 @@ def test_learning_rate_zero_and_seed_zero_are_legal():
 
 BROKEN = [
     ("mask_prob", [0.0, 1.5, -0.1, float("nan"), "0.15", None, True]),
+    ("mask_prob_end", [0.0, 1.5, float("nan"), "0.15", True]),
     ("mask_token_id", [-1, 1.5, "4"]),
     ("pad_token_id", [-1, None, 0.5]),
     ("vocab_size", [0, 1, -5, 2.5]),

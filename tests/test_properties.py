@@ -64,12 +64,15 @@ class Run:
         packed = self.kind == "list" and self.filling.get("pack")  # an empty text leaves no trace in a packed row
         return {n: ids for n, ids in found.items() if ids or not packed}
 
-    def places(self, rank: int = 0, *, start: int = 0, count: Any = None) -> list[dict[str, Any]]:
+    def places(
+        self, rank: int = 0, *, start: int = 0, count: Any = None, updates_done: Any = None
+    ) -> list[dict[str, Any]]:
         """The batches of a rank, from the local place `start`."""
         loader = WindowLoader(
             self.batches,
             deal=lambda: Deal(rank, self.num_ranks, self.accumulation),
             position=lambda: (self.epoch, start),
+            updates_done=updates_done,
             shuffle=self.shuffle,
             seed=self.seed,
             count=count,
@@ -173,6 +176,15 @@ def test_from_any_place_on_comes_the_tail_of_the_whole(run, data):
     assert_equal(run.places(rank, start=start), whole[start:])
 
 
+@PROPERTY
+@given(RUNS, st.integers(0, 3))
+def test_each_batch_names_the_update_it_is_part_of_wherever_the_run_begins(run, windows):
+    size, start = run.num_ranks * run.accumulation, windows * run.accumulation
+    for rank in range(run.num_ranks):
+        for batch in run.places(rank, start=start, updates_done=lambda: 100 + windows):
+            assert batch["info"]["update"] == 100 + batch["info"]["number"] // size
+
+
 @settings(PROPERTY, max_examples=20)
 @given(RUNS)
 def test_an_epochs_order_is_its_own_and_a_seeds_own(run):
@@ -203,7 +215,7 @@ def together(run: Run, count: Any) -> list[list[dict[str, Any]]]:
 
     def work(rank: int) -> None:
         meeting.rank.number = rank
-        found[rank] = run.places(rank, count=count)
+        found[rank] = run.places(rank, count=count, updates_done=lambda: 100)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", meeting.all_reduce)
@@ -216,8 +228,8 @@ def together(run: Run, count: Any) -> list[list[dict[str, Any]]]:
     return found
 
 
-def counted(batch: dict[str, Any], epoch: int) -> dict[str, int]:
-    return {"num_attended": int(batch["attention_mask"].sum()), "num_rows": len(batch["row_ids"]) + epoch}
+def counted(batch: dict[str, Any], info: dict[str, Any]) -> dict[str, int]:
+    return {"num_attended": int(batch["attention_mask"].sum()), "num_rows": len(batch["row_ids"]) + info["epoch"]}
 
 
 @PROPERTY
@@ -229,7 +241,7 @@ def test_a_windows_totals_are_the_sums_over_its_batches_of_all_ranks(run):
     for batch in (batch for rank in ranks for batch in rank):
         window = batch["info"]["number"] // size
         members = [b for b in global_order(ranks) if b["info"]["number"] // size == window]
-        sums = {name: sum(counted(b, run.epoch)[name] for b in members) for name in ("num_attended", "num_rows")}
+        sums = {name: sum(counted(b, b["info"])[name] for b in members) for name in ("num_attended", "num_rows")}
         assert batch["info"]["window"] == sums
         assert batch["info"]["undo"] == size
 

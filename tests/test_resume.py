@@ -188,6 +188,16 @@ def test_a_run_resumed_anywhere_is_the_unbroken_run(
         assert resumed.result["losses"] == whole.result["losses"][batches:]
 
 
+@pytest.mark.parametrize("kind", ["texts", "blocks"])
+def test_a_run_whose_mask_share_falls_resumes_to_the_same_masks(tokenizer, tmp_path, kind):
+    settings = {"mask_prob": 0.9, "mask_prob_end": 0.2, "grad_accumulation_steps": 2, "total_steps": 8}
+    whole = run(tokenizer, source_of(kind, tokenizer, tmp_path), folder=tmp_path, at=(3, 7), **settings)
+    for stop in (3, 7):  # within the first epoch's second window, within the second epoch's first
+        resumed = run(tokenizer, source_of(kind, tokenizer, tmp_path), resume=tmp_path / f"{stop}.ckpt", **settings)
+        batches, updates = position(stop, num_batches=5, accumulation=2)
+        assert_same_from(whole, resumed, batches=batches, updates=updates)
+
+
 def test_saving_does_not_change_a_run(tokenizer, tmp_path):
     saved = run(tokenizer, source_of("texts", tokenizer, tmp_path), folder=tmp_path, at=(1, 2, 3, 4, 5), shuffle=True)
     assert_same_from(saved, run(tokenizer, source_of("texts", tokenizer, tmp_path), shuffle=True), batches=0, updates=0)
@@ -448,6 +458,7 @@ def taken(tokenizer, tmp_path_factory):
     [
         ({"seed": 1}, "seed was 42 and is 1 now"),
         ({"mask_prob": 0.2}, "mask_prob was 0.15 and is 0.2 now"),
+        ({"mask_prob_end": 0.1}, "mask_prob_end was None and is 0.1 now"),
         ({"masking": "span"}, "masking was 'token' and is 'span' now"),
         ({"random_replace_prob": 0.2}, "random_replace_prob was 0.1 and is 0.2 now"),
         ({"special_token_ids": (7,)}, "special token ids was [0, 1, 2, 3, 4] and is [0, 1, 2, 3, 4, 7] now"),

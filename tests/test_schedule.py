@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from foundry_lightning.schedule import lr_factor
+from foundry_lightning.schedule import lr_factor, mask_share
 
 
 def factors(total: int, warmup: int, schedule: str, **settings: int) -> list[float]:
@@ -46,3 +46,9 @@ def test_the_rate_is_zero_when_all_updates_are_done_and_after(schedule):
 def test_an_unknown_schedule_is_refused():
     with pytest.raises(ValueError, match="lr_scheduler must be one of .*'constant', 'wsd', got 'step'"):
         lr_factor(0, total_steps=1, schedule="step")
+
+
+def test_the_mask_share_goes_straight_from_the_first_update_to_the_last():
+    shares = [mask_share(k, total_steps=4, start=0.3, end=0.15) for k in range(6)]
+    assert shares == pytest.approx([0.3, 0.25, 0.2, 0.15, 0.15, 0.15])
+    assert mask_share(0, total_steps=1, start=0.3, end=0.15) == 0.3

@@ -208,6 +208,10 @@ class MLMDataModule(lightning.LightningDataModule):
             )
         return epoch, place
 
+    def _updates_done(self) -> int:
+        assert self.trainer is not None
+        return self.trainer.global_step
+
     def _loader(self, batches: DataPipeline | ReadyBatches | None, *, training: bool) -> WindowLoader:
         if batches is None:
             raise MisconfigurationException("MLMDataModule has no data for this stage; give train= or val=.")
@@ -217,6 +221,7 @@ class MLMDataModule(lightning.LightningDataModule):
             batches,
             deal=self._deal if training else lambda: Deal(*(lambda d: (d.rank, d.num_ranks))(self._deal())),
             position=self._position if training else lambda: (0, 0),
+            updates_done=self._updates_done if training else None,
             shuffle=training and self.shuffle,
             seed=self.seed,
             count=getattr(module, "counter", None),

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset as MapDataset
 
 from foundry_lightning.data.pipeline import Batch, DataPipeline, ReadyBatches
 
-Count = Callable[[Batch, int], dict[str, int]]  # (batch, epoch) -> counts the module's losses are divided by
+Count = Callable[[Batch, dict[str, Any]], dict[str, int]]  # (batch, its info) -> what losses are divided by
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,16 @@ class _Finish:
     """Adds what the step needs to know of a batch, on the host, in the worker."""
 
     epoch: int
+    window: int  # batches of an update
+    first_update: int | None  # updates of the run before this epoch's first
     count: Count | None
     filler_id: int
     filler_width: int
 
     def __call__(self, number: int, batch: Batch | None) -> Batch:
+        info = {"epoch": self.epoch, "number": number, "filler": batch is None}
+        if self.first_update is not None:
+            info["update"] = self.first_update + number // self.window
         if batch is None:
             row = torch.full((1, self.filler_width), self.filler_id)
             batch = {
@@ -169,10 +174,8 @@ class _Finish:
                 "row_ids": torch.zeros(1).long(),
                 "word_ids": torch.full_like(row, -1),
             }
-            counts = dict.fromkeys(self.count(batch, self.epoch), 0) if self.count else {}
-            return {**batch, "info": {"epoch": self.epoch, "number": number, "filler": True, **counts}}
-        counts = self.count(batch, self.epoch) if self.count else {}
-        return {**batch, "info": {"epoch": self.epoch, "number": number, "filler": False, **counts}}
+        counts = self.count(batch, info) if self.count else {}
+        return {**batch, "info": {**info, **(dict.fromkeys(counts, 0) if info["filler"] else counts)}}
 
 
 class WindowLoader:
@@ -180,12 +183,13 @@ class WindowLoader:
 
     Each batch is a dict of tensors and `info`, plain numbers: `epoch`, `number` (in the global order), `filler`, the
     batch's counts, and under `window` the same counts summed over the window and all ranks, and `undo`, the factor by
-    which Lightning and DDP divide a batch's loss.
+    which Lightning and DDP divide a batch's loss; with `updates_done` also `update`, those before the batch's own.
 
     Args:
         batches: Where the batches come from.
         deal: Function that gives this process's share, asked when an epoch begins.
         position: Function that gives (epoch, first local place), asked when an epoch begins.
+        updates_done: Function that gives the run's updates so far, asked when an epoch begins.
         shuffle: Whether each epoch has an order of its own.
         seed: Seed of the order.
         count: Counts of a batch; None attaches no totals.
@@ -200,6 +204,7 @@ class WindowLoader:
         *,
         deal: Callable[[], Deal],
         position: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        updates_done: Callable[[], int] | None = None,
         shuffle: bool = False,
         seed: int = 42,
         count: Count | None = None,
@@ -207,7 +212,7 @@ class WindowLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self.batches, self.deal, self.position = batches, deal, position
+        self.batches, self.deal, self.position, self.updates_done = batches, deal, position, updates_done
         self.shuffle, self.seed, self.count, self.filler_id = shuffle, seed, count, filler_id
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self._reading: tuple[_Reading, int] | None = None
@@ -223,7 +228,14 @@ class WindowLoader:
     def __iter__(self) -> Iterator[Batch]:
         deal, (epoch, start) = self.deal(), self.position()
         width = min(8, self.batches.max_length)
-        finish = _Finish(epoch=epoch, count=self.count, filler_id=self.filler_id, filler_width=width)
+        finish = _Finish(
+            epoch=epoch,
+            window=deal.accumulation * deal.num_ranks,
+            first_update=None if self.updates_done is None else self.updates_done() - start // deal.accumulation,
+            count=self.count,
+            filler_id=self.filler_id,
+            filler_width=width,
+        )
         reading = _Reading(self.num_workers)
         self._reading = (reading, epoch)
         options: dict[str, Any] = {

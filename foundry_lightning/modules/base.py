@@ -122,9 +122,10 @@ class EncoderModule(lightning.LightningModule):
             "row_ids": torch.zeros(1, dtype=torch.int64),
             "word_ids": torch.arange(len(ids)).unsqueeze(0),
         }
-        counts = self.counter(batch, 0)
+        info = {"epoch": 0, "number": 0, "filler": False}
+        counts = self.counter(batch, info)
         batch = {name: value.to(device) for name, value in batch.items()}
-        batch["info"] = {"epoch": 0, "number": 0, "filler": False, **counts}
+        batch["info"] = {**info, **counts}
         modes = {module: module.training for module in self.modules()}
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
         devices = [device.index or 0] if device.type == "cuda" else []
@@ -208,14 +209,14 @@ class EncoderModule(lightning.LightningModule):
         if "row_ids" not in entries:
             rows = torch.arange(len(input_ids), device=input_ids.device)
             entries["row_ids"] = number * 2**20 + rows
-        epoch = self.current_epoch if self.trainer.training else 0
-        counts = self.counter(entries, epoch)
+        info = {"epoch": 0, "number": number, "filler": False}
         if self.trainer.training:
+            info |= {"epoch": self.current_epoch, "update": self.trainer.global_step}
             self.say_once(
                 "this loader knows no window totals: each batch counts as its own mean; "
                 "MLMDataModule gives exact windows."
             )
-        return {**entries, "info": {"epoch": epoch, "number": number, "filler": False, **counts}}
+        return {**entries, "info": {**info, **self.counter(entries, info)}}
 
     def _loop(self) -> Any:
         trainer = self.trainer
@@ -399,7 +400,13 @@ class EncoderModule(lightning.LightningModule):
                     f"lr_scheduler={self.config.lr_scheduler!r} needs the number of updates, and a stream has no "
                     "length; give total_steps (Trainer: max_steps), or lr_scheduler='constant'."
                 )
+            if getattr(self.config, "mask_prob_end", None) is not None:
+                raise ValueError(
+                    f"mask_prob_end={self.config.mask_prob_end} needs the number of updates, and a stream has no "
+                    "length; give total_steps (Trainer: max_steps), or leave it out."
+                )
             total = 0
+        self.know_length(int(total))
         if self.config.lr_scheduler != "constant" and self.config.warmup_steps > total:
             raise ValueError(
                 f"warmup_steps must not exceed the run's {int(total)} updates, got {self.config.warmup_steps}; "
@@ -425,6 +432,9 @@ class EncoderModule(lightning.LightningModule):
             for group in built["optimizer"].param_groups
         ]
         return built
+
+    def know_length(self, total_steps: int) -> None:
+        """Called before the first batch is read, with the updates of the run (0: unknown)."""
 
     def _num_updates(self) -> float:
         """Updates of the run; infinite where nothing says how many."""

@@ -23,7 +23,7 @@ from foundry_lightning.tokenizer import load_tokenizer
 class AttendedCounter:
     """Counts the attended tokens of a batch, on the host."""
 
-    def __call__(self, batch: Mapping[str, Any], epoch: int) -> dict[str, int]:
+    def __call__(self, batch: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, int]:
         """`num_attended` of a batch."""
         return {"num_attended": int((batch["attention_mask"] != 0).sum())}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,36 @@ from foundry_lightning.losses import vocabulary_loss
 from foundry_lightning.masking import MaskedBatch, Masking, masked_positions
 from foundry_lightning.modules.base import EncoderModule, num_embeddings
 from foundry_lightning.projection import find_projection, output_vocab_size, require_inputs
+from foundry_lightning.schedule import mask_share
 from foundry_lightning.students import StudentRecipe
 from foundry_lightning.tokenizer import check_tokenizer, load_tokenizer
+
+
+@dataclass
+class MaskShare:
+    """The share of masked tokens in each update, for the host that counts and the device that masks.
+
+    Attributes:
+        end: Share of the last update, and of evaluations; None: the masking's own share throughout.
+        total_steps: Updates of the run; set before the first batch is read.
+    """
+
+    end: float | None = None
+    total_steps: int = 0
+
+    def apply(self, masking: Masking, info: Mapping[str, Any]) -> Masking:
+        """The masking of a batch that says in its `info` which update it is part of; of an evaluation if it does not.
+
+        Args:
+            masking: Its share is that of the first update.
+            info: The batch's numbers.
+        """
+        if self.end is None:
+            return masking
+        share = self.end
+        if "update" in info:
+            share = mask_share(info["update"], total_steps=self.total_steps, start=masking.mask_prob, end=self.end)
+        return replace(masking, mask_prob=share)
 
 
 @dataclass(frozen=True)
@@ -24,11 +52,15 @@ class Counter:
     """Counts, on the host, of what a batch's losses are divided by."""
 
     masking: Masking
+    share: MaskShare
 
-    def __call__(self, batch: Mapping[str, Any], epoch: int) -> dict[str, int]:
+    def __call__(self, batch: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, int]:
         """`num_masked` and `num_attended` of a batch."""
         ready = batch.get("labels")
-        masked = self.masking.count(batch, epoch=epoch) if ready is None else int((ready != -100).sum())
+        if ready is None:
+            masked = self.share.apply(self.masking, info).count(batch, epoch=info["epoch"])
+        else:
+            masked = int((ready != -100).sum())
         return {"num_masked": masked, "num_attended": int((batch["attention_mask"] != 0).sum())}
 
 
@@ -97,6 +129,7 @@ class MLMLitModule(EncoderModule):
         config = config_from(config, self.config_class)
         super().__init__(student, config=config, tokenizer=None if tokenizer is None else load_tokenizer(tokenizer))
         self.masking: Masking | None = None
+        self.mask_share = MaskShare(config.mask_prob_end)
         self.projection: Any = None
         self.val_metric = TokenMean(mlm="num_masked", masked_accuracy="num_masked")
         self._weights: dict[str, float] = {}
@@ -110,11 +143,15 @@ class MLMLitModule(EncoderModule):
         student = self.build_student()
         if self.masking is None:
             self.masking = resolve_masking(self.config, self.tokenizer, student)
-            self.counter = Counter(self.masking)
+            self.counter = Counter(self.masking, self.mask_share)
             self.filler_id = self.masking.mask_token_id
             self.num_classes = self._count_classes(student, self.masking.vocab_size)
         if self.projection is None:
             self.projection = find_projection(student)
+
+    def know_length(self, total_steps: int) -> None:
+        """Sets the length of the mask share's way."""
+        self.mask_share.total_steps = total_steps
 
     def _count_classes(self, student: nn.Module, vocab_size: int) -> int | None:
         """Ids the student scores; None where a forward on a few ids fails, which the run's own may not.
@@ -145,7 +182,7 @@ class MLMLitModule(EncoderModule):
             labels = batch["labels"].flatten()[positions]
             return MaskedBatch(batch["input_ids"], batch["attention_mask"], positions, labels, weight)
         assert self.masking is not None
-        return self.masking(
+        return self.mask_share.apply(self.masking, info)(
             batch["input_ids"],
             attention_mask=batch["attention_mask"],
             row_ids=batch["row_ids"],
@@ -219,6 +256,7 @@ class MLMLitModule(EncoderModule):
         return {
             **super().unchangeable(),
             **{name: getattr(self.masking, name) for name in names},
+            "mask_prob_end": self.config.mask_prob_end,
             "masking": self.masking.strategy,  # in the config `strategy` is the Trainer's
             "special token ids": sorted(self.masking.special_token_ids),
         }
