@@ -21,11 +21,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from transformers.utils import logging as transformers_logging
 
-from foundry_lightning.callbacks import NEVER, EvaluateEvery, SaveEvery, StopOnSignal
+from foundry_lightning.callbacks import NEVER, EvaluateEvery, LogSettings, SaveEvery, StopOnSignal
 from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, path_of, read_checkpoint
 from foundry_lightning.data.datamodule import MLMDataModule
-from foundry_lightning.export import export_student, load_student_weights
+from foundry_lightning.export import export_onnx, export_student, load_student_weights
 from foundry_lightning.modules.base import EncoderModule
 
 _LOOPS = ("fit", "validate", "test", "predict")
@@ -179,9 +179,13 @@ class FoundryCLI(LightningCLI):
             self.run_folder = Path(trainer.default_root_dir)
         if trainer.get("logger") in (None, True):
             kwargs["logger"] = fit and _metrics_logger(self.run_folder)
-        own = [PrintGuesses()] if self.subcommand == "predict" else [self._stop] if fit else []
+        own = [PrintGuesses()] if self.subcommand == "predict" else [self._stop, self._settings()] if fit else []
         kwargs["callbacks"] = [*(trainer.get("callbacks") or []), *own]
         return super().instantiate_trainer(**kwargs)
+
+    def _settings(self) -> LogSettings:
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        return LogSettings({k: v for k, v in config.clone().as_dict().items() if k != "config"})
 
     # ------------------------------------------------------------- after a fit
 
@@ -276,7 +280,7 @@ def train_tokenizer_command(
     print(f"{len(tokenizer)} tokens written to {out}")
 
 
-def export_command(ckpt: str, out: str, config: str | None = None) -> None:
+def export_command(ckpt: str, out: str, config: str | None = None, onnx: bool = False) -> None:
     """Writes the student of a checkpoint as a folder that AutoModelForMaskedLM loads.
 
     Example: foundry-lightning export --ckpt runs/mlm/1 --out my-model
@@ -285,6 +289,7 @@ def export_command(ckpt: str, out: str, config: str | None = None) -> None:
         ckpt: A .ckpt file, or the folder of a run.
         out: The folder to write.
         config: The run's config; by default the config.yaml beside the checkpoint.
+        onnx: Whether the base is written as model.onnx too (needs the extra `onnx`).
     """
     file = checkpoint_file(ckpt)
     state = read_checkpoint(file)
@@ -297,6 +302,8 @@ def export_command(ckpt: str, out: str, config: str | None = None) -> None:
     load_student_weights(student, state)
     facts = {"updates": state["global_step"]}
     print(f"exported: {export_student(student, out, tokenizer=module.tokenizer, facts=facts)}")
+    if onnx:
+        print(f"exported: {export_onnx(out)}")
 
 
 def _quiet() -> None:

@@ -141,6 +141,7 @@ class _TrainingFields:
     progress_bar: bool = field(default=True, kw_only=True)
     gradient_checkpointing: bool = field(default=False, kw_only=True)
     on_nonfinite: str = field(default="raise", kw_only=True)
+    log_checkpoints: bool = field(default=False, kw_only=True)
     trainer_kwargs: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
     def _check_training(self, checks: Checks) -> None:
@@ -166,7 +167,7 @@ class _TrainingFields:
         checks.integer("num_workers", low=0)
         for name in ("save_dir", "run_name", "project", "strategy"):
             checks.kind(name, str, "a string")
-        for name in ("progress_bar", "gradient_checkpointing"):
+        for name in ("progress_bar", "gradient_checkpointing", "log_checkpoints"):
             checks.kind(name, bool, "True or False")
         checks.kind("trainer_kwargs", dict, "a dict of lightning.Trainer arguments")
         devices = self.devices
@@ -180,6 +181,10 @@ class _TrainingFields:
         if isinstance(self.save_every, int) and self.save_every > 0 and self.save_dir == "":
             checks.problems.append(
                 f"save_every={self.save_every} needs a place to write to; set save_dir, or save_every=0."
+            )
+        if self.log_checkpoints is True and (self.log_backend != "wandb" or self.save_every == 0):
+            checks.problems.append(
+                "log_checkpoints=True gives each checkpoint to wandb; set log_backend='wandb' and save_every."
             )
 
 
@@ -218,6 +223,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         num_nodes: Lightning's `num_nodes`.
         strategy: Lightning's `strategy`.
         num_workers: Worker processes that read data.
+        log_checkpoints: Whether wandb gets each checkpoint as a version of the artifact `model-RUN_ID`.
         run_name: Name of the run for the logger.
         project: Project of the wandb logger.
         progress_bar: Whether a progress bar is shown.

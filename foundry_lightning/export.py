@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import AutoModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.checkpoint import path_of, read_checkpoint, require_folder
+from foundry_lightning.modules.base import max_positions
 
 _CARD = """---
-library_name: transformers
-pipeline_tag: fill-mask
-tags: [masked-language-modeling, foundry-lightning]
----
+license: unknown  # yours to choose before the folder is pushed to a hub
+{front}---
 
 # {name}
 
-A masked language model, trained with foundry-lightning.
-
-```python
-from transformers import AutoModelForMaskedLM, AutoTokenizer
-
-model = AutoModelForMaskedLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
-```
+{kind}, trained with foundry-lightning.{usage}
 
 | | |
 | --- | --- |
 {rows}
 """
+_USAGE = """
+
+```python
+from transformers import {auto_class}, AutoTokenizer
+
+model = {auto_class}.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```"""
 
 
 def export_student(
@@ -65,12 +70,93 @@ def export_student(
 
         save_model(student, str(folder / "model.safetensors"))
     if tokenizer is not None:
+        limit = max_positions(student)
+        if limit is not None and getattr(tokenizer, "model_max_length", 0) > limit:
+            tokenizer = copy.copy(tokenizer)  # pipelines cut where it says, and a longer text would fail
+            tokenizer.model_max_length = limit
         tokenizer.save_pretrained(folder)
     num_parameters = sum(p.numel() for p in student.parameters())
     lines = {"class": type(student).__name__, "parameters": f"{num_parameters:,}", **(facts or {})}
     rows = "\n".join(f"| {name} | {value} |" for name, value in lines.items())
-    (folder / "README.md").write_text(_CARD.format(name=folder.name, folder=folder.name, rows=rows), encoding="utf-8")
+    (folder / "README.md").write_text(
+        _CARD.format(name=folder.name, rows=rows, **_kind(student, folder.name)), encoding="utf-8"
+    )
     return folder
+
+
+def _kind(student: nn.Module, folder: str) -> dict[str, str]:
+    """What the card says of how the folder is loaded."""
+    tags = "tags: [foundry-lightning{}]\n"
+    if not hasattr(student, "save_pretrained"):
+        return {"front": tags.format(""), "kind": "Weights of a custom class", "usage": ""}
+    if type(student).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+        task, auto_class, kind = "fill-mask", "AutoModelForMaskedLM", "A masked language model"
+    else:
+        task, auto_class, kind = "feature-extraction", "AutoModel", "A text encoder"
+    front = f"library_name: transformers\npipeline_tag: {task}\n" + tags.format(f", {task}")
+    return {"front": front, "kind": kind, "usage": _USAGE.format(auto_class=auto_class, folder=folder)}
+
+
+class _Base(nn.Module):
+    """Exactly the two inputs and the one output of the ONNX file."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Last hidden state `[B, S, D]`."""
+        return cast(torch.Tensor, self.base(input_ids=input_ids, attention_mask=attention_mask)[0])
+
+
+def export_onnx(folder: str | os.PathLike[str]) -> Path:
+    """Writes the base (no head) of an exported model beside it as `model.onnx`.
+
+    Inputs `input_ids` and `attention_mask`, int64 `[B, S]`; output `last_hidden_state`, float32 `[B, S, D]`, with `B`
+    and `S` free.
+
+    Args:
+        folder: What `export_student` wrote.
+
+    Raises:
+        FileNotFoundError: no model in `folder`.
+        ModuleNotFoundError: the packages of the extra `onnx` are missing; the message holds the install command.
+    """
+    folder = path_of(folder, name="model folder")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; give the folder of an exported Hugging Face model.")
+    if importlib.util.find_spec("onnxscript") is None:
+        raise ModuleNotFoundError("ONNX export needs onnx and onnxscript: pip install 'foundry-lightning[onnx]'.")
+    base = _Base(quiet_base(folder)).eval()
+    # two rows, one padded: sizes of 1 would be taken as fixed, and a mask of ones be left out of the graph
+    example, mask = torch.ones(2, 8, dtype=torch.long), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    file = folder / "model.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says of its own exporter and of packages it does not find
+        torch.onnx.export(
+            base,
+            (example, mask),
+            file,
+            input_names=["input_ids", "attention_mask"],
+            output_names=["last_hidden_state"],
+            dynamic_shapes=(free, free),
+            external_data=False,
+            dynamo=True,  # the default from torch 2.9 on
+            verbose=False,
+        )
+    return file
+
+
+def quiet_base(folder: Path) -> nn.Module:
+    """The encoder of a folder; what transformers says of the head it leaves out is not printed."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with _no_progress_bar():
+            return cast(nn.Module, AutoModel.from_pretrained(folder))
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 @contextmanager

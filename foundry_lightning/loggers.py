@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -40,9 +41,12 @@ def build_logger(config: Any, *, records: dict[str, Any] | None = None) -> Any:
         offline = os.environ.get("WANDB_MODE") == "offline"
         resume = {} if record is None else {"id": record, "resume": "allow"}
         name = config.run_name or None
-        return WandbLogger(project=config.project, name=name, save_dir=folder, offline=offline, **resume)
+        log_model: Any = "all" if config.log_checkpoints else False
+        settings = {"name": name, "save_dir": folder, "offline": offline, "log_model": log_model}
+        return WandbLogger(project=config.project, **settings, **resume)
     if backend == "tensorboard":
-        return TensorBoardLogger(folder, name=config.run_name or "tensorboard", version=record)
+        name = config.run_name or "tensorboard"
+        return TensorBoardLogger(folder, name=name, version=record, default_hp_metric=False)
     return False
 
 
@@ -55,3 +59,21 @@ def logger_records(trainer: lightning.Trainer) -> dict[str, Any]:
         elif isinstance(logger, TensorBoardLogger):
             records["tensorboard"] = logger.version
     return records
+
+
+def log_checkpoint(trainer: lightning.Trainer, file: Path, *, is_last: bool) -> None:
+    """Gives a checkpoint to wandb as the next version of the run's model, where `log_model` of its logger asks for it.
+
+    Args:
+        trainer: The trainer.
+        file: The checkpoint.
+        is_last: Whether it ends the run; `log_model=True` wants only that one, `log_model="all"` each.
+    """
+    for logger in trainer.loggers if trainer.is_global_zero else []:
+        if isinstance(logger, WandbLogger) and (logger._log_model == "all" or (logger._log_model is True and is_last)):
+            import wandb
+
+            step = trainer.global_step
+            artifact = wandb.Artifact(f"model-{logger.version}", type="model", metadata={"step": step})
+            artifact.add_file(str(file), name="checkpoint.ckpt")
+            logger.experiment.log_artifact(artifact, aliases=["latest", f"step-{step}"])

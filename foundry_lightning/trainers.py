@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 
-from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, SaveEvery, StopOnSignal
+from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, LogSettings, SaveEvery, StopOnSignal
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint, require_folder
 from foundry_lightning.config import (
     PRECISIONS,
@@ -186,6 +186,7 @@ class _Facade:
             LambdaCallback(on_train_start=began),  # a run that is refused has not begun
             EvaluateEvery(self.config.eval_every if eval_dataset is not None else 0),
             history,
+            LogSettings({k: v for k, v in asdict(self.config).items() if k != "trainer_kwargs"}),
         ]
         saver = SaveEvery(self.config.save_every, folder=self.config.save_dir) if self.config.save_dir else None
         stop = StopOnSignal(saver)

@@ -40,6 +40,7 @@ from foundry_lightning import (
     mask_tokens,
     warm_start_student,
 )
+from foundry_lightning.export import export_onnx
 from tests.conftest import WORDS, BiasStudent, texts, tiny_bert
 from tests.test_config import BROKEN
 from tests.test_packing import Deaf
@@ -317,6 +318,10 @@ RULES = [
          [{"decay_steps": 5}, {"decay_steps": 5, "lr_scheduler": "linear"}], config(MLMConfig, "")),
     Rule("config", "saving needs a folder", "save_every=10 needs a place to write to; set save_dir",
          [{"save_every": 10}, {"save_every": 10, "save_dir": ""}], config(MLMConfig, "")),
+    Rule("config", "checkpoints are logged where there are some, to wandb", "log_checkpoints(=True| must)",
+         [{"log_checkpoints": True}, {"log_checkpoints": True, "log_backend": "wandb"}, {"log_checkpoints": "all"},
+          {"log_checkpoints": True, "log_backend": "tensorboard", "save_every": 1, "save_dir": "run"}],
+         config(MLMConfig, "")),
     Rule("config", "the weights of distillation are not negative, and not all zero", "(weight must lie in|are all 0)",
          [{"mlm_weight": 0, "distill_weight": 0, "cosine_weight": 0}, {"mlm_weight": -1}, {"distill_weight": "5"},
           {"cosine_weight": float("inf")}, {"cosine_weight": NAN}, {"mlm_weight": None}],
@@ -712,6 +717,8 @@ RULES = [
              world.student(**{"hidden_size" if value == 32 else "num_hidden_layers": value})).save_checkpoint("w"))),
     Rule("checkpoints", "save_checkpoint can write there", "checkpoint path must",
          [None, 3, "", "folder.ckpt", "file/below", "file/below.ckpt", "file"], writes("save_checkpoint")),
+    Rule("checkpoints", "what becomes ONNX is an exported model", "(holds no config.json|model folder must)",
+         ["nowhere", "file", ".", None, 3], lambda world, value: export_onnx(value)),
     Rule("checkpoints", "export can write there", "export path", [None, 3, "", "file", "file/below"],
          writes("export")),
     # ---------------------------------------------------------------- students

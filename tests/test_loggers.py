@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -11,7 +13,7 @@ from tests.conftest import texts, tiny_bert
 from tests.test_cli import CONFIG, run
 
 
-def train(tokenizer, folder, backend, *, steps, resume=False) -> MLMTrainer:
+def train(tokenizer, folder, backend, *, steps, resume=False, **settings) -> MLMTrainer:
     config = MLMConfig(
         log_backend=backend,
         log_every=1,
@@ -21,6 +23,7 @@ def train(tokenizer, folder, backend, *, steps, resume=False) -> MLMTrainer:
         progress_bar=False,
         device="cpu",
         lr_scheduler="constant",
+        **settings,
     )
     trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, config)
     if resume:
@@ -66,3 +69,55 @@ def test_the_command_line_goes_on_in_the_same_tensorboard_version(tmp_path):
     code, out = run("fit", "--config", "c.yaml", *more, folder=tmp_path)
     assert code == 0, out
     assert steps_of(tmp_path / "logs") == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def wandb_records(folder) -> list:
+    """All records of an offline run: after a header of 7 bytes, blocks of 32 KiB in the log format of LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = (file for file in folder.rglob("*.wandb") if not file.is_symlink())
+    content, at, parts, records = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:  # a header is never cut
+            at += left
+            continue
+        length, kind = struct.unpack("<4xHB", content[at : at + 7])
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            records.append(Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def test_wandb_gets_settings_last_values_and_no_checkpoint_unasked(tokenizer, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    train(tokenizer, tmp_path, "wandb", steps=3)
+    wandb.finish()
+    records = wandb_records(tmp_path)
+    config = {item.key or item.nested_key[0] for record in records for item in record.config.update}
+    assert {"learning_rate", "mask_prob", "seed", "student", "parameters", "order"} <= config
+    summary = {item.key or item.nested_key[0] for record in records for item in record.summary.update}
+    assert "train/loss" in summary
+    assert not [record for record in records if record.HasField("artifact")]
+
+
+def test_wandb_gets_each_checkpoint_as_a_version_where_asked(tokenizer, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    train(tokenizer, tmp_path, "wandb", steps=4, log_checkpoints=True)
+    wandb.finish()
+    records = wandb_records(tmp_path)
+    artifacts = [record.artifact for record in records if record.HasField("artifact")]
+    assert [set(artifact.aliases) for artifact in artifacts] == [{"latest", "step-2"}, {"latest", "step-4"}]
+    assert all(artifact.name.startswith("model-") for artifact in artifacts)
+
+
+def test_tensorboard_shows_settings_and_how_the_run_ended(tokenizer, tmp_path):
+    train(tokenizer, tmp_path, "tensorboard", steps=3)
+    (log,) = {file.parent for file in tmp_path.rglob("events.*")}
+    events = EventAccumulator(str(log)).Reload()
+    plugin = events.summary_metadata
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(plugin)
+    (last,) = events.Scalars("final/train/loss")
+    assert last.value == pytest.approx(events.Scalars("train/loss")[-1].value)
+    assert b"learning_rate" in plugin["_hparams_/session_start_info"].plugin_data.content

@@ -2,7 +2,8 @@
 
 from foundry_lightning.callbacks.evaluate_every import NEVER, EvaluateEvery
 from foundry_lightning.callbacks.history import History
+from foundry_lightning.callbacks.log_settings import LogSettings
 from foundry_lightning.callbacks.save_every import SaveEvery
 from foundry_lightning.callbacks.stop_on_signal import StopOnSignal
 
-__all__ = ["NEVER", "EvaluateEvery", "History", "SaveEvery", "StopOnSignal"]
+__all__ = ["NEVER", "EvaluateEvery", "History", "LogSettings", "SaveEvery", "StopOnSignal"]

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from foundry_lightning.callbacks.after_update import AfterUpdate
 from foundry_lightning.checkpoint import sync_folder
+from foundry_lightning.loggers import log_checkpoint
 
 
 class SaveEvery(AfterUpdate, Checkpoint):
@@ -46,6 +47,7 @@ class SaveEvery(AfterUpdate, Checkpoint):
             written = sorted(folder.glob("step=*.ckpt"), key=lambda file: (file.stat().st_mtime_ns, file.name))
             for old in written[: -self.keep]:
                 old.unlink()
+            log_checkpoint(trainer, path, is_last=trainer.lightning_module.is_last_update())  # type: ignore[operator]
         trainer.strategy.barrier("SaveEvery")
 
     def _point_newest_to(self, path: Path) -> None:
