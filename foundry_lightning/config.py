@@ -140,6 +140,7 @@ class _TrainingFields:
     project: str = field(default="foundry-lightning", kw_only=True)
     progress_bar: bool = field(default=True, kw_only=True)
     gradient_checkpointing: bool = field(default=False, kw_only=True)
+    compile: bool = field(default=False, kw_only=True)
     on_nonfinite: str = field(default="raise", kw_only=True)
     log_checkpoints: bool = field(default=False, kw_only=True)
     trainer_kwargs: dict[str, Any] = field(default_factory=dict, kw_only=True)
@@ -167,7 +168,7 @@ class _TrainingFields:
         checks.integer("num_workers", low=0)
         for name in ("save_dir", "run_name", "project", "strategy"):
             checks.kind(name, str, "a string")
-        for name in ("progress_bar", "gradient_checkpointing", "log_checkpoints"):
+        for name in ("progress_bar", "gradient_checkpointing", "compile", "log_checkpoints"):
             checks.kind(name, bool, "True or False")
         checks.kind("trainer_kwargs", dict, "a dict of lightning.Trainer arguments")
         devices = self.devices
@@ -227,6 +228,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         run_name: Name of the run for the logger.
         project: Project of the wandb logger.
         progress_bar: Whether a progress bar is shown.
+        compile: Compile the student's layers with `torch.compile` while it trains.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         on_nonfinite: `raise` ends the run at an update whose loss or gradient is not finite, `skip` leaves it out
             (it counts as a step; 20 in a row end the run). No weight changes either way.

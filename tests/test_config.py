@@ -87,6 +87,7 @@ BROKEN = [
     ("strategy", [None, 1]),
     ("progress_bar", [1, None]),
     ("gradient_checkpointing", [1, "yes"]),
+    ("compile", [1, "yes", None]),
     ("trainer_kwargs", [None, [("a", 1)]]),
 ]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foundry_lightning import checkpoint as ckpt
 from foundry_lightning.callbacks.finite_guard import FiniteGuard
+from foundry_lightning.compiling import compile_layers, release
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.masking import batch_seed
 from foundry_lightning.optim import adamw_with_schedule
@@ -25,7 +26,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids"
 # settings of the config that a Trainer owns; only the facades translate them
 _TRAINER_FIELDS = {field.name for field in fields(_TrainingFields)} - {
     *("learning_rate", "weight_decay", "lr_scheduler", "warmup_steps", "decay_steps", "seed"),
-    *("gradient_checkpointing", "on_nonfinite"),
+    *("gradient_checkpointing", "compile", "on_nonfinite"),
 }
 
 
@@ -62,6 +63,7 @@ class EncoderModule(lightning.LightningModule):
         self._built_groups: list[dict[str, Any]] | None = None
         self._told: set[str] = set()
         self._packings: dict[str, Packing] = {}
+        self._compiled: list[nn.Module] = []
 
     # ------------------------------------------------------------------ start
 
@@ -255,6 +257,8 @@ class EncoderModule(lightning.LightningModule):
         """Puts the student into train mode and lets today's rate and decay rule after a resume."""
         assert self.student is not None
         self.student.train()
+        if self.config.compile:
+            self._compiled = compile_layers(self.student)
         self._window, self._metrics = {"step": -1, "sums": {}}, None
         self._guard = FiniteGuard(skip=self.config.on_nonfinite == "skip")
         if self._built_groups is not None:
@@ -334,7 +338,8 @@ class EncoderModule(lightning.LightningModule):
         self.log("loss", metrics["train/loss"], prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     def on_train_end(self) -> None:
-        """Says how many updates were left out."""
+        """Says how many updates were left out; the student runs uncompiled again."""
+        release(self._compiled)
         if self._guard.num_refused:
             rank_zero_warn(
                 f"{self._guard.num_refused} updates of this run were left out: loss or gradient was not finite."

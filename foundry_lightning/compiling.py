@@ -1,0 +1,30 @@
+"""`torch.compile` of a model's layers, one by one, while it trains.
+
+A model's layers are alike, so one graph serves all of them: compiling takes as long as for one layer, and what is
+around them (the body's masks, the head at scored positions, hooks) stays as it is. `Module.compile` works in place: no
+name in a checkpoint changes, and compiled and plain runs load each other's.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def compile_layers(model: nn.Module) -> list[nn.Module]:
+    """Compiles each layer of the model's stacks (`nn.ModuleList`s that lie in no other), or all of a model without one.
+
+    Returns:
+        What was compiled, for `release`.
+    """
+    stacks = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
+    layers = [layer for name in outer for layer in stacks[name]] or [model]
+    for layer in layers:
+        layer.compile()
+    return layers
+
+
+def release(layers: list[nn.Module]) -> None:
+    """Lets the layers run as they did before."""
+    for layer in layers:
+        layer._compiled_call_impl = None
