@@ -215,6 +215,13 @@ def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
                 f"a window had {before} batches (accumulation × ranks: {saved['accumulation']} × "
                 f"{saved['num_ranks']}) and has {now} now"
             )
+    if fitting:
+        done, limit = (
+            checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"],
+            module.trainer.max_epochs,
+        )
+        if limit is not None and 0 <= limit < done:
+            problems.append(f"it has done {done} epochs, and the run is to end after {limit}")
     if problems:
         raise ValueError("checkpoint does not fit: " + "; ".join(problems) + ". Restore these, or start a new run.")
     own = dict(module.state_dict())

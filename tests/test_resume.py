@@ -445,6 +445,14 @@ def test_an_epochs_run_goes_on_by_total_steps_and_back(tokenizer, tmp_path):
     assert_same_from(whole, run(tokenizer, pipe, resume=tmp_path / "two", epochs=3, **settings), batches=9, updates=5)
 
 
+def test_a_run_that_is_to_end_before_the_epochs_it_has_done_is_refused(tokenizer, tmp_path):
+    pipe = source_of("texts", tokenizer, tmp_path)
+    whole = run(tokenizer, pipe, epochs=2)
+    whole.trainer.save_checkpoint(tmp_path / "done")
+    with pytest.raises(ValueError, match="it has done 2 epochs, and the run is to end after 1"):
+        run(tokenizer, pipe, resume=tmp_path / "done", epochs=1)
+
+
 @pytest.fixture(scope="module")
 def taken(tokenizer, tmp_path_factory):
     """A checkpoint after two windows of two batches."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,8 @@ from datasets import IterableDataset
 from lightning.pytorch.callbacks import Callback
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
-from tests.conftest import texts, tiny_bert
+from foundry_lightning.data.loader import Deal, WindowLoader
+from tests.conftest import WORDS, texts, tiny_bert
 
 ROWS = texts(22)
 SETTINGS = {"progress_bar": False, "device": "cpu", "log_every": 1, "learning_rate": 1e-3}
@@ -213,3 +216,23 @@ def test_a_stream_without_total_steps_is_refused_unless_the_rate_is_constant(tok
 def test_a_stream_has_no_length(tokenizer):
     with pytest.raises(TypeError, match="is a stream and has no length"):
         len(pipe(stream_of("callable"), tokenizer))
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_a_million_rows_of_a_shuffled_stream(tokenizer):
+    """It grows by less than 16 MiB from 50,000 rows on, while 100 MB of text are read."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    row = " ".join(WORDS)
+    pipe = DataPipeline(
+        lambda: (f"{n} {row}" for n in range(1_000_000)), tokenizer, batch_size=500, max_length=32, shuffle_buffer=4096
+    )
+    loader = WindowLoader(pipe, deal=lambda: Deal(accumulation=2), count=lambda batch, epoch: {"num_rows": 500})
+    after = {}
+    for number, _ in enumerate(loader, start=1):
+        if number in (100, 2000):
+            after[number] = resident()
+    assert number == 2000
+    assert after[2000] - after[100] < 16 * 2**20

@@ -30,7 +30,7 @@ def gradients_of(trainer: MLMTrainer, batches, **kwargs) -> list[torch.Tensor]:
             seen.append(module.student.bias.grad.clone())
             rates.append(optimizer.param_groups[0]["lr"])
 
-    trainer.config.trainer_kwargs = {"callbacks": [Watch()]}
+    trainer.config.trainer_kwargs = {**trainer.config.trainer_kwargs, "callbacks": [Watch()]}
     trainer.train(batches, **kwargs)
     trainer.rates = rates
     return seen
@@ -44,6 +44,19 @@ def test_the_gradient_of_a_window_is_that_of_its_rows_as_one_batch():
     expected = torch.full((8,), 0.125)
     expected[5], expected[6] = 0.025, -0.775
     assert torch.allclose(gradient, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_window_that_limit_train_batches_cuts_is_the_mean_of_what_is_left(stream):
+    """Three of four batches with accumulation 2: an update of two, one of one."""
+    rows = [[5], [6] * 9, [7] * 3, [1] * 4]
+    source = (lambda: iter(rows)) if stream else rows
+    settings = {"grad_accumulation_steps": 2, "lr_scheduler": "constant", "learning_rate": 0.0}
+    trainer = bias_trainer(torch.zeros(8), **settings, trainer_kwargs={"limit_train_batches": 3})
+    gradients = gradients_of(trainer, DataPipeline(source, batch_size=1, max_length=9))
+    expected = torch.full((2, 8), 0.125)
+    expected[0, 5], expected[0, 6], expected[1, 7] = 0.025, -0.775, -0.875
+    torch.testing.assert_close(torch.stack(gradients), expected)
 
 
 def test_five_equal_batches_with_accumulation_two_give_three_updates_with_equal_gradients():

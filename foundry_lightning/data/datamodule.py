@@ -192,7 +192,9 @@ class MLMDataModule(lightning.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return Deal()
-        return Deal(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
+        places = trainer.num_training_batches  # of Trainer(limit_train_batches=…), or the loader's length
+        limit = None if places == float("inf") else int(places)
+        return Deal(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches, limit)
 
     def _position(self) -> tuple[int, int]:
         """Where the run stands, by Lightning's own progress (the loader's count would run ahead)."""

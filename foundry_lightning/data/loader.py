@@ -28,11 +28,13 @@ class Deal:
         rank: Of this process.
         num_ranks: Processes that train together.
         accumulation: Batches of one update on each rank.
+        limit: Places of a rank after which the Trainer ends an epoch; None: it does not.
     """
 
     rank: int = 0
     num_ranks: int = 1
     accumulation: int = 1
+    limit: int | None = None
 
     def num_local(self, num_batches: int) -> int:
         """Places of a rank in an epoch; equal on all ranks, the last may be filled with a batch of weight zero."""
@@ -255,8 +257,10 @@ class WindowLoader:
             reader = _SizedReader(self.batches, order=order, deal=deal, finish=finish, reading=reading)
             loader = DataLoader(reader, sampler=range(start, len(reader)), **options)
         batches = iter(loader)
+        # a window that the Trainer cuts has the totals of what is left of it
+        places = islice(batches, None if deal.limit is None else max(deal.limit - start, 0))
         try:
-            while window := list(islice(batches, deal.accumulation)):
+            while window := list(islice(places, deal.accumulation)):
                 if self.count is not None:
                     self._attach_totals(window, deal)
                 yield from window
