@@ -15,8 +15,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", default="benchmarks-out", help="folder of tables, figures and plots")
     args = parser.parse_args()
-    importlib.import_module(f"tests.benchmarks.{args.name}").run(threads=args.threads)
+    module = importlib.import_module(f"tests.benchmarks.{args.name}")
+    module.run(threads=args.threads, rounds=args.rounds, out=args.out)
 
 
 if __name__ == "__main__":

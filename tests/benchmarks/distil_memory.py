@@ -111,11 +111,11 @@ def plain(threads: int, queue) -> None:
     queue.put((peak_mib() - before, (time.perf_counter() - began) / STEPS))
 
 
-def run(threads: int) -> None:
+def run(*, threads: int, rounds: int = ROUNDS, out: str = "") -> None:
     """Runs both in turn and prints medians and ratios."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, side in (("ours", ours), ("plain", plain)):
             queue = context.Queue()
             process = context.Process(target=side, args=(threads, queue))

@@ -1,29 +1,33 @@
-"""Real tokens a second of MLM pretraining, ours against the peers, on the same rows, model and machine.
+"""MLM pretraining: real tokens a second and peak memory, ours against the peers, on the same rows, model and machine.
 
-BERT 6 × 384 (FFN 1152, V = 30,522), rows of 44 tokens on average cut at 128, batch 16, float32, AdamW with clipping.
-Each side runs in a process of its own, in turn, for a number of rounds; padding is no token. Peers:
-`olaverse-foundry` 0.3.0 (its `MLMTrainer` over ready batches; `pip install --no-deps olaverse-foundry==0.3.0`, left out
-where it is missing) and the Hugging Face Trainer with `DataCollatorForLanguageModeling`, padded and in full blocks.
-Needs `pip install accelerate` for the Hugging Face Trainer.
+BERT 6 × 384 (FFN 1152, V = 30,522), rows of 44 tokens on average cut at 128, batches of 16 rows, float32, AdamW with
+clipping; padding is no token. Useful FLOP/s are those of the body on real tokens and of the projection at masked ones,
+over the rate of plain matrix products of such shapes, measured in the same process. Peers: `olaverse-foundry` 0.3.0
+(`pip install --no-deps olaverse-foundry==0.3.0`) and the Hugging Face Trainer with `DataCollatorForLanguageModeling`,
+padded and in full blocks (`pip install accelerate`); each is left out where it is missing.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-import statistics
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-ROUNDS, WARM, STEPS = 3, 3, 12
+from tests.benchmarks._rounds import Figures, hold_state, in_turn, matmul_rate, peak_mib, table, write
+
+WARM, STEPS = 2, 8
 VOCABULARY, BATCH, LENGTH = 30_522, 16, 128
+LAYERS, WIDTH, INNER, MASKED = 6, 384, 1152, 0.15
 
 
-def model():
+def model() -> Any:
     import torch
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1152}
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 6, "intermediate_size": INNER}
     return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
 
 
@@ -36,32 +40,44 @@ def rows() -> list[list[int]]:
     return [[101, *generator.integers(1000, VOCABULARY, n - 2).tolist(), 102] for n in lengths]
 
 
-class Clock:
-    """Tokens and seconds after the warm-up."""
+def useful_flops_a_token() -> float:
+    """Forward and backward: 6 for each weight a token meets, 12 · length · width for attention within its text."""
+    lengths = [len(row) for row in rows()]
+    neighbours = sum(n * n for n in lengths) / sum(lengths)
+    layer = 6 * (4 * WIDTH**2 + 2 * WIDTH * INNER) + 12 * neighbours * WIDTH
+    return LAYERS * layer + MASKED * 6 * (WIDTH**2 + VOCABULARY * WIDTH)
 
-    def __init__(self) -> None:
+
+class Clock:
+    """Tokens and seconds after the warm-up, and the peak of memory above what is there before it."""
+
+    def __init__(self, student: Any) -> None:
+        hold_state(student)
         self.steps = self.tokens = 0
         self.began = self.ended = 0.0
+        self.before = peak_mib()
 
     def step(self, tokens: int) -> None:
         self.steps += 1
+        self.ended = time.perf_counter()
         if self.steps > WARM:
             self.tokens += tokens
         if self.steps == WARM:
-            self.began = time.perf_counter()
-        self.ended = time.perf_counter()
+            self.began = self.ended
 
-    @property
-    def speed(self) -> float:
-        return self.tokens / (self.ended - self.began)
+    def figures(self) -> Figures:
+        peak, speed = peak_mib() - self.before, self.tokens / (self.ended - self.began)
+        share = 100 * speed * useful_flops_a_token() / matmul_rate()
+        return {"real tokens/s": speed, "MiB above model and optimizer": peak, "% of matrix products": share}
 
 
-def ours() -> float:
+def ours(**settings: Any) -> Figures:
     import lightning
 
     from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
 
-    clock = Clock()
+    student = model()
+    clock = Clock(student)
 
     class Watch(lightning.Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
@@ -72,54 +88,43 @@ def ours() -> float:
         special_token_ids=(101, 102),
         device="cpu",
         progress_bar=False,
+        compile=settings.pop("compile", False),
         trainer_kwargs={"callbacks": [Watch()]},
     )
-    pipe = DataPipeline(rows(), batch_size=BATCH, max_length=LENGTH, group_by_length=True)
-    MLMTrainer(model(), config=config).train(pipe, shuffle=True, total_steps=WARM + STEPS)
-    return clock.speed
+    pipe = DataPipeline(rows(), batch_size=BATCH, max_length=LENGTH, **settings)
+    MLMTrainer(student, config=config).train(pipe, shuffle=True, total_steps=WARM + STEPS)
+    return clock.figures()
 
 
-def padded_batches():
+def olaverse_foundry() -> Figures:
     import numpy as np
-
-    all_rows = rows()
-    for start in range(0, len(all_rows), BATCH):
-        part = all_rows[start : start + BATCH]
-        ids = np.zeros((len(part), LENGTH), dtype=np.int64)
-        mask = np.zeros_like(ids)
-        for n, row in enumerate(part):
-            ids[n, : len(row)], mask[n, : len(row)] = row, 1
-        yield {"input_ids": ids, "attention_mask": mask}
-
-
-def olaverse_foundry() -> float:
     from foundry.training.mlm import MLMConfig, MLMTrainer
 
-    batches = list(padded_batches())[: WARM + STEPS]
-    clock, sizes = Clock(), iter(int(batch["attention_mask"].sum()) for batch in batches)
+    batches, all_rows = [], rows()
+    for start in range(0, BATCH * (WARM + STEPS), BATCH):
+        ids = np.zeros((BATCH, LENGTH), dtype=np.int64)
+        for n, row in enumerate(all_rows[start : start + BATCH]):
+            ids[n, : len(row)] = row
+        batches.append({"input_ids": ids, "attention_mask": (ids != 0).astype(np.int64)})
+    student = model()
+    clock, sizes = Clock(student), iter(int(batch["attention_mask"].sum()) for batch in batches)
     config = MLMConfig(mask_token_id=103, vocab_size=VOCABULARY, device="cpu", log_every=1)
-    MLMTrainer(model(), None, config).train(batches, on_step=lambda *_: clock.step(next(sizes)))
-    return clock.speed
+    MLMTrainer(student, None, config).train(batches, on_step=lambda *_: clock.step(next(sizes)))
+    return clock.figures()
 
 
-def hugging_face(blocks: bool) -> float:
+def hugging_face(*, blocks: bool) -> Figures:
     import tempfile
 
-    from transformers import (
-        DataCollatorForLanguageModeling,
-        PreTrainedTokenizerFast,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
-    tokenizer = _tokenizer(PreTrainedTokenizerFast)
     data = rows()
     if blocks:
         flat = [i for row in data for i in row]
         data = [flat[n : n + LENGTH] for n in range(0, len(flat) - LENGTH, LENGTH)]
-    clock, seen = Clock(), []
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+    student = model()
+    clock, seen = Clock(student), []
+    collate = DataCollatorForLanguageModeling(_tokenizer(), mlm_probability=MASKED)
 
     def collator(features):
         seen.append(sum(len(feature["input_ids"]) for feature in features))
@@ -141,55 +146,33 @@ def hugging_face(blocks: bool) -> float:
             remove_unused_columns=False,
         )
         features = [{"input_ids": row} for row in data]
-        Trainer(model(), arguments, train_dataset=features, data_collator=collator, callbacks=[Watch()]).train()
-    return clock.speed
+        Trainer(student, arguments, train_dataset=features, data_collator=collator, callbacks=[Watch()]).train()
+    return clock.figures()
 
 
-def _tokenizer(kind):
+def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
 
     special = {0: "[PAD]", 100: "[UNK]", 101: "[CLS]", 102: "[SEP]", 103: "[MASK]"}
     vocab = {special.get(i, f"t{i}"): i for i in range(VOCABULARY)}
     engine = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return kind(tokenizer_object=engine, mask_token="[MASK]", **names)
+    return PreTrainedTokenizerFast(tokenizer_object=engine, mask_token="[MASK]", **names)
 
 
-def hugging_face_padded() -> float:
-    return hugging_face(blocks=False)
-
-
-def hugging_face_blocks() -> float:
-    return hugging_face(blocks=True)
-
-
-def measure(side, threads: int, queue) -> None:
-    import torch
-
-    torch.set_num_threads(threads)
-    queue.put(side())
-
-
-def run(threads: int) -> None:
-    """Runs all sides in turn and prints medians, and ratios round by round."""
-    sides = [ours]
+def run(*, threads: int, rounds: int, out: str) -> None:
+    """Runs all sides in turn and writes medians and ratios."""
+    sides: dict[str, Callable[[], Figures]] = {
+        "ours, packed": partial(ours, pack=True),
+        "ours, packed and compiled": partial(ours, pack=True, compile=True),
+        "ours, grouped by length": partial(ours, group_by_length=True),
+    }
     if importlib.util.find_spec("foundry"):
-        sides.append(olaverse_foundry)
+        sides["olaverse-foundry 0.3.0"] = olaverse_foundry
     if importlib.util.find_spec("accelerate"):
-        sides += [hugging_face_padded, hugging_face_blocks]
-    context = multiprocessing.get_context("spawn")
-    found: dict[str, list[float]] = {side.__name__: [] for side in sides}
-    for _ in range(ROUNDS):
-        for side in sides:
-            queue = context.Queue()
-            process = context.Process(target=measure, args=(side, threads, queue))
-            process.start()
-            found[side.__name__].append(queue.get(timeout=600))
-            process.join()
-    for name, speeds in found.items():
-        ratios = [own / other for own, other in zip(found["ours"], speeds, strict=True)]
-        print(
-            f"{name:>20}: {statistics.median(speeds):8,.0f} real tokens/s; ours is {statistics.median(ratios):.2f} × "
-            f"({min(ratios):.2f} to {max(ratios):.2f})",
-            flush=True,
-        )
+        sides["Hugging Face Trainer, padded"] = partial(hugging_face, blocks=False)
+        sides["Hugging Face Trainer, in blocks"] = partial(hugging_face, blocks=True)
+    found = in_turn(sides, threads=threads, rounds=rounds)
+    lines = table(found, ratio="real tokens/s", of="ours, packed")
+    write("throughput", lines, found, out=out, bar="real tokens/s")
