@@ -11,6 +11,7 @@ PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mix
 DEVICES = ("auto", "cpu", "cuda", "mps")
 LOG_BACKENDS = ("none", "wandb", "tensorboard")
 LR_SCHEDULERS = ("cosine", "linear", "constant", "wsd")
+OPTIMIZERS = ("adamw", "muon")
 MASKING_STRATEGIES = ("token", "whole_word", "span")
 
 _EXAMPLES = {"mask_prob": "it is the share of eligible tokens to mask", "temperature": "DistilBERT uses 2.0"}
@@ -131,6 +132,7 @@ class _TrainingFields:
     log_every: int = 50
     log_backend: str = "none"
     seed: int = 42
+    optimizer: str = field(default="adamw", kw_only=True)
     decay_steps: int = field(default=0, kw_only=True)
     devices: int | str | list[int] = field(default=1, kw_only=True)
     num_nodes: int = field(default=1, kw_only=True)
@@ -153,6 +155,7 @@ class _TrainingFields:
         checks.choice("device", DEVICES)
         checks.integer("grad_accumulation_steps", low=1)
         checks.choice("torch_dtype", tuple(PRECISIONS))
+        checks.choice("optimizer", OPTIMIZERS)
         checks.choice("lr_scheduler", LR_SCHEDULERS)
         checks.integer("warmup_steps", low=0)
         checks.integer("decay_steps", low=0, action="0 decays over the last fifth of the run")
@@ -200,7 +203,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         mask_token_id: Id written over masked tokens; taken from the tokenizer, required without one.
         pad_token_id: Padding id; taken from the tokenizer (0 counts as unset).
         vocab_size: Number of ids the tokenizer really has; None: the tokenizer's, else the student's input embeddings.
-        learning_rate: Peak learning rate of AdamW.
+        learning_rate: Peak learning rate.
         epochs: Passes over the data; `total_steps` of `train()` ends a run before or after them.
         weight_decay: Decoupled weight decay, on matrices only.
         max_grad_norm: Clips the gradient's global norm; 0 switches clipping off.
@@ -219,6 +222,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         masking: `token`, `whole_word` or `span`.
         mask_replace_prob: Share of masked tokens that becomes the mask token.
         random_replace_prob: Share of masked tokens that becomes a random ordinary token; the rest stays.
+        optimizer: `adamw`, or `muon`: Muon for hidden matrices, scaled to AdamW's learning rate, AdamW for the rest.
         decay_steps: Last updates, over which `wsd` lowers the learning rate to 0; 0: a fifth of the run.
         devices: Lightning's `devices`.
         num_nodes: Lightning's `num_nodes`.

@@ -88,6 +88,7 @@ BROKEN = [
     ("progress_bar", [1, None]),
     ("gradient_checkpointing", [1, "yes"]),
     ("compile", [1, "yes", None]),
+    ("optimizer", ["sgd", None, 1]),
     ("trainer_kwargs", [None, [("a", 1)]]),
 ]
 

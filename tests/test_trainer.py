@@ -187,6 +187,7 @@ def test_a_device_that_is_not_there_is_refused(tokenizer):
         ("mask_prob", 0.5),
         ("mask_prob_end", 0.5),
         ("learning_rate", 1e-2),
+        ("optimizer", "muon"),
         ("weight_decay", 0.5),
         ("max_grad_norm", 1e-3),
         ("grad_accumulation_steps", 3),

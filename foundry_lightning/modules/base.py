@@ -17,7 +17,7 @@ from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.masking import batch_seed
-from foundry_lightning.optim import adamw_with_schedule
+from foundry_lightning.optim import optimizer_with_schedule, require_optimizer
 from foundry_lightning.packing import Packing, find_packing
 from foundry_lightning.projection import PlainProjection, ScoredProjection, first_position, position_embedding
 from foundry_lightning.students import StudentRecipe
@@ -25,7 +25,7 @@ from foundry_lightning.students import StudentRecipe
 _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 # settings of the config that a Trainer owns; only the facades translate them
 _TRAINER_FIELDS = {field.name for field in fields(_TrainingFields)} - {
-    *("learning_rate", "weight_decay", "lr_scheduler", "warmup_steps", "decay_steps", "seed"),
+    *("optimizer", "learning_rate", "weight_decay", "lr_scheduler", "warmup_steps", "decay_steps", "seed"),
     *("gradient_checkpointing", "compile", "on_nonfinite"),
 }
 
@@ -51,6 +51,7 @@ class EncoderModule(lightning.LightningModule):
             raise TypeError(
                 f"student must be a torch.nn.Module or a recipe such as FromConfig, got {type(student).__name__}."
             )
+        require_optimizer(config.optimizer)
         self.config = config
         self.tokenizer = tokenizer
         self.student: nn.Module | None = student if isinstance(student, nn.Module) else None  # type: ignore[assignment]
@@ -394,7 +395,14 @@ class EncoderModule(lightning.LightningModule):
             self._guard.refuse(self, optimizer)
 
     def configure_optimizers(self) -> Any:
-        """AdamW and the schedule over the run's updates."""
+        """The optimizer and the schedule over the run's updates."""
+        if self.config.optimizer == "muon" and not isinstance(
+            self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)
+        ):
+            raise ValueError(
+                f"optimizer='muon' needs whole matrices, and {type(self.trainer.strategy).__name__} may shard them; "
+                "set optimizer='adamw' or strategy='ddp'."
+            )
         for parameter in self._unreached:  # DDP has wrapped the model; the optimizer's groups are those of one rank
             parameter.requires_grad_(True)
         self._unreached = []
@@ -422,8 +430,11 @@ class EncoderModule(lightning.LightningModule):
                 f"decay_steps and warmup_steps together must not exceed the run's {int(total)} updates, got "
                 f"{self.config.decay_steps} + {self.config.warmup_steps}; lower them or train longer."
             )
-        built = adamw_with_schedule(
+        assert self.student is not None
+        built = optimizer_with_schedule(
             self.trained_modules(),
+            name=self.config.optimizer,
+            num_ids=self.num_classes or num_embeddings(self.student),
             learning_rate=self.config.learning_rate,
             weight_decay=self.config.weight_decay,
             schedule=self.config.lr_scheduler,
@@ -459,7 +470,11 @@ class EncoderModule(lightning.LightningModule):
 
     def unchangeable(self) -> dict[str, Any]:
         """Settings that may not change in a run, by the name an error uses."""
-        return {"seed": self.config.seed, "architecture": ckpt.architecture(self.student)}
+        return {
+            "seed": self.config.seed,
+            "architecture": ckpt.architecture(self.student),
+            "optimizer": self.config.optimizer,
+        }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what a resume checks; leaves out what does not belong to the student."""

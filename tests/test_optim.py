@@ -1,0 +1,108 @@
+"""Muon for hidden matrices beside AdamW for the rest: one optimizer to Lightning, checkpoints and schedule."""
+
+import pytest
+import torch
+from torch import nn
+
+from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
+from foundry_lightning.optim import MuonWithAdamW, hidden_matrices, optimizer_with_schedule, parameter_groups
+from tests.conftest import BiasStudent, texts, tiny_bert
+
+SETTINGS = {
+    "learning_rate": 1e-2,
+    "progress_bar": False,
+    "device": "cpu",
+    "optimizer": "muon",
+    "lr_scheduler": "linear",
+}
+
+
+def trained(tokenizer, *, steps=6, resume=None, seed=0, rows=None, **config):
+    student = tiny_bert(len(tokenizer), seed=seed)
+    trainer = MLMTrainer(student, tokenizer, MLMConfig(**{**SETTINGS, **config}))
+    if resume is not None:
+        trainer.resume_from_checkpoint(resume)
+    pipe = DataPipeline(rows or texts(40), tokenizer, batch_size=4, max_length=16)
+    return trainer, trainer.train(pipe, shuffle=True, total_steps=steps)
+
+
+def test_muon_takes_the_matrices_between_hidden_states_and_adamw_the_rest(tokenizer):
+    student = tiny_bert(len(tokenizer))
+    hidden = hidden_matrices([student], num_ids=len(tokenizer))
+    names = {name for name, p in student.named_parameters() if any(p is q for q in hidden)}
+    assert names == {
+        *(n for n, p in student.named_parameters() if ".encoder.layer." in n and p.ndim == 2),
+        "cls.predictions.transform.dense.weight",
+    }
+    optimizer = MuonWithAdamW(parameter_groups([student], weight_decay=0.1), hidden=hidden, lr=1e-3)
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(listed) == len(set(listed)) == len(list(student.parameters()))  # tied weights once
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert all(decays[id(p)] == (0.1 if p.ndim == 2 else 0.0) for p in student.parameters())
+
+
+def test_an_update_is_torchs_muon_on_matrices_and_torchs_adamw_elsewhere():
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 8), nn.Linear(8, 10))
+
+    one, other = model(), model()
+    settings = {"learning_rate": 1e-2, "weight_decay": 0.1, "schedule": "constant", "warmup_steps": 0, "total_steps": 9}
+    built = optimizer_with_schedule([one], name="muon", num_ids=10, **settings)
+    muon = torch.optim.Muon([other[1].weight], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    matrices, vectors = [other[0].weight, other[2].weight], [other[1].bias, other[2].bias]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2
+    )
+    for _ in range(3):
+        for net, optimizers in ((one, [built["optimizer"]]), (other, [muon, adamw])):
+            net(torch.arange(10)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            net.zero_grad()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_all_groups_follow_the_one_schedule_and_training_lowers_the_loss(tokenizer):
+    from lightning.pytorch.callbacks import Callback
+
+    rates = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            rates.extend({group["lr"] for group in optimizer.param_groups})
+
+    rows = ["the cat sat on a mat"] * 40
+    _, result = trained(tokenizer, steps=40, rows=rows, trainer_kwargs={"callbacks": [Watch()]})
+    assert rates == pytest.approx([1e-2 * (1 - k / 40) for k in range(40)])
+    assert sum(result["losses"][-5:]) < 0.5 * sum(result["losses"][:5])
+
+
+def test_a_run_with_muon_resumes_to_the_bit_from_a_checkpoint_of_tensors(tokenizer, tmp_path):
+    whole, result = trained(tokenizer, steps=6)
+    stopped, _ = trained(tokenizer, steps=6, trainer_kwargs={"max_steps": 6}, save_every=3, save_dir=str(tmp_path))
+    torch.load(tmp_path / "step=00000003.ckpt", weights_only=True)
+    resumed, rest = trained(tokenizer, steps=6, resume=tmp_path / "step=00000003.ckpt", seed=1)
+    assert rest["losses"] == result["losses"][3:]
+    for a, b, c in zip(*(t.student.parameters() for t in (whole, stopped, resumed)), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_the_optimizer_may_not_change_at_a_resume(tokenizer, tmp_path):
+    trained(tokenizer, steps=3, save_every=3, save_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="optimizer was 'muon' and is 'adamw' now"):
+        trained(tokenizer, resume=tmp_path, optimizer="adamw")
+
+
+def test_a_student_without_hidden_matrices_is_refused(tokenizer):
+    config = MLMConfig(**SETTINGS, mask_token_id=4, vocab_size=8)
+    with pytest.raises(ValueError, match="optimizer='muon' needs hidden matrices"):
+        MLMTrainer(BiasStudent(torch.zeros(8)), config=config).train([torch.tensor([[5, 6]])])
+
+
+def test_a_torch_without_muon_is_named_before_anything_is_built(tokenizer, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match="optimizer='muon' needs torch 2.9"):
+        MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(**SETTINGS))
