@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, LogSettings, SaveEvery, StopOnSignal
 from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
+from foundry_lightning.callbacks.start_report import StartReport
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, path_of, read_checkpoint
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_onnx, export_student, load_student_weights
@@ -179,7 +180,8 @@ class FoundryCLI(LightningCLI):
             self.run_folder = Path(trainer.default_root_dir)
         if trainer.get("logger") in (None, True):
             kwargs["logger"] = fit and _metrics_logger(self.run_folder)
-        own = [PrintGuesses()] if self.subcommand == "predict" else [self._stop, self._settings()] if fit else []
+        for_fit = [self._stop, self._settings(), StartReport()] if fit else []
+        own = [PrintGuesses()] if self.subcommand == "predict" else for_fit
         kwargs["callbacks"] = [*(trainer.get("callbacks") or []), *own]
         return super().instantiate_trainer(**kwargs)
 

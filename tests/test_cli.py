@@ -106,6 +106,7 @@ def test_fit_trains_evaluates_fills_blanks_and_exports(project):
     assert "exported: runs/tiny/1/export, also at runs/tiny/export" in out
     names = {path.name for path in Path("runs/tiny/1").iterdir()}
     assert {"config.yaml", "checkpoint.ckpt", "step=00000003.ckpt", "step=00000006.ckpt", "metrics.csv"} <= names
+    assert "start_report.json" in names
     steps = [int(float(row["step"])) for row in metrics("runs/tiny/1/metrics.csv") if row["train/loss"]]
     assert steps == [2, 4, 6]
     for folder in ("runs/tiny/export", "runs/tiny/1/export"):

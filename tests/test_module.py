@@ -257,7 +257,7 @@ def test_other_languages_survive_tokenizer_masking_training_and_prediction(langu
 def test_two_layers_beat_the_unigram_baseline_of_held_out_text_and_not_with_shuffled_labels():
     """600 steps on `python-docs`: over 0.2 nats below the baseline; with labels torn from their places, above it."""
     from foundry_lightning import FromConfig
-    from foundry_lightning.callbacks.console import unigram_loss
+    from foundry_lightning.facts import unigram_loss
     from foundry_lightning.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer("python-docs", vocab_size=8000)

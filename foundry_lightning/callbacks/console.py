@@ -8,38 +8,16 @@ from itertools import islice
 from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
 
 from foundry_lightning.callbacks.after_update import AfterUpdate
+from foundry_lightning.callbacks.start_report import StartReport
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.losses import vocabulary_loss
 from foundry_lightning.masking import PIECE_SHIFT, permutation
-
-_SAMPLE = 10_000  # rows that stand for a larger source
-
-
-def unigram_loss(
-    train: DataPipeline, val: DataPipeline, *, special_token_ids: tuple[int, ...], vocab_size: int
-) -> float:
-    """Cross-entropy in nats of the validation tokens under the training tokens' frequencies (add-one smoothing).
-
-    What a model that ignores the context reaches; special tokens count on neither side. At most 10,000 rows are read.
-    """
-    counts = _token_counts(train, special_token_ids, vocab_size)
-    log_shares = np.log((counts + 1) / (counts + 1).sum())
-    held_out = _token_counts(val, special_token_ids, vocab_size)
-    return float(-(held_out * log_shares).sum() / max(held_out.sum(), 1))
-
-
-def _token_counts(pipeline: DataPipeline, special: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    rows = pipeline.table.with_format("numpy")[:_SAMPLE]["input_ids"]
-    counts = np.bincount(np.concatenate(list(rows)), minlength=vocab_size)
-    counts[list(special)] = 0
-    return counts
 
 
 def fill_blanks(module: Any, pipeline: DataPipeline, *, count: int, seed: int) -> list[tuple[str, str, str, float]]:
@@ -115,7 +93,7 @@ def compare(module: Any, batches: Any) -> list[tuple[str, int, float, float]]:
 
 
 class ConsoleReport(AfterUpdate):
-    """Prints the start, a line at each log, each evaluation, and at the end some blanks filled.
+    """Prints a line at each log, each evaluation, and at the end some blanks filled.
 
     Args:
         blanks: Held-out texts in which the model fills a blank at the end.
@@ -128,40 +106,11 @@ class ConsoleReport(AfterUpdate):
         self._tokens, self._since = 0, 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Says what will be trained."""
+        """Takes the baseline from the start report, which stands before this callback."""
         super().on_train_start(trainer, pl_module)
         self._tokens, self._since = 0, time.monotonic()
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if not trainer.is_global_zero:
-            return
-        student = pl_module.student
-        table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_row(
-            "student", f"{type(student).__name__}, {sum(p.numel() for p in student.parameters()):,} parameters"
-        )
-        train, val = getattr(data, "train", None), getattr(data, "val", None)
-        if isinstance(train, DataPipeline):
-            table.add_row("data", train.source.description)
-            if not train.is_stream:
-                table.add_row("rows", f"{len(train.table):,} in {train.num_batches():,} batches")
-        total = trainer.estimated_stepping_batches
-        table.add_row("updates", "until stopped" if math.isinf(total) else f"{int(total):,}")
-        projection = getattr(pl_module, "projection", None)
-        if projection is not None:
-            table.add_row("projection", projection.reason)
-        masking = getattr(pl_module, "masking", None)
-        if (
-            masking is not None
-            and isinstance(train, DataPipeline)
-            and isinstance(val, DataPipeline)
-            and not train.is_stream
-            and not val.is_stream
-        ):
-            self.baseline = unigram_loss(
-                train, val, special_token_ids=masking.special_token_ids, vocab_size=masking.vocab_size
-            )
-            table.add_row("unigram baseline", f"{self.baseline:.3f} nats on the validation data")
-        self.console.print(table)
+        reports = [c for c in trainer.callbacks if isinstance(c, StartReport)]  # type: ignore[attr-defined]
+        self.baseline = reports[0].facts.get("unigram_baseline") if reports else None
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -89,6 +89,14 @@ class TokenRows:
         ids = self.tokenizer(list(items), truncation=True, max_length=self.max_length)["input_ids"]
         return [self._row(row, None, n, 0) for row, n in zip(ids, row_ids, strict=True)]
 
+    def untruncated_lengths(self, items: Sequence[str]) -> np.ndarray:
+        """`[items]` tokens of each text, special ones included, whatever `max_length`."""
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_str(self._backend.to_str())
+        backend.no_truncation()
+        return np.array([len(encoding) for encoding in backend.encode_batch_fast(list(items))])
+
     def _ready(self, ids: Any, row: int) -> Iterator[dict[str, Any]]:
         if self.word_ids:
             raise ValueError("masking='whole_word' needs texts and a fast tokenizer; ready ids have no words.")
@@ -312,6 +320,18 @@ class DataPipeline:
                 finally:
                     partial.unlink(missing_ok=True)
         return Dataset.from_file(str(path))
+
+    def rows_of(self, items: Sequence[Any]) -> list[dict[str, Any]]:
+        """The tokenised rows of some texts (or ready ids)."""
+        return self._rows(items, range(len(items)))
+
+    def untruncated_lengths(self, items: Sequence[Any]) -> np.ndarray | None:
+        """`[items]` tokens of each text as if `max_length` cut none; None where no fast tokenizer can count them."""
+        if items and not isinstance(items[0], str):
+            return np.array([len(ids) for ids in items])
+        if not getattr(self.tokenizer, "is_fast", False):
+            return None
+        return self._rows.untruncated_lengths(items)
 
     def source_problems(self) -> list[str]:
         """What is wrong with the first rows of a sized source."""

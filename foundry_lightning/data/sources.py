@@ -88,6 +88,10 @@ class Source:
         """
         return self._checked(self._values(start), start)
 
+    def peek(self, count: int) -> Iterator[Row]:
+        """Return the first `count` rows for a look at them; none where reading would take them from a later pass."""
+        return iter(()) if self.one_shot else islice(self.rows(), count)
+
     def validate(self, sample: int = 1000) -> None:
         """Read the first `sample` rows, so that bad input is refused before anything is built on it.
 
@@ -230,6 +234,13 @@ class _Iterable(Source):
 
     def __len__(self) -> int:
         return super().__len__() if self.is_stream else len(self._iterable)
+
+    def peek(self, count: int) -> Iterator[Row]:
+        if self._is_callable:  # one that hands out the same iterator each time serves one pass
+            first, second = self._iterable(), self._iterable()
+            if first is second and hasattr(first, "__next__"):
+                return iter(())
+        return super().peek(count)
 
     def _values(self, start: int) -> Iterator[_Placed]:
         values = self._iterable() if self._is_callable else self._iterable

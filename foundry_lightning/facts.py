@@ -1,0 +1,258 @@
+"""What is known of a run before its first update: data, model, plan and memory, and what looks wrong with them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from foundry_lightning.data.order import PAD_TO, grouped_order, packed_rows
+from foundry_lightning.data.pipeline import DataPipeline, ReadyBatches
+from foundry_lightning.masking import permutation
+
+_WHOLE = 200_000  # rows up to which all are looked at
+_SAMPLE = 10_000  # rows that stand for a larger source, or for a stream
+_MOST_TOKENS = 25_000_000  # more would take longer than the 5 s that a start may
+_BLOCK = 100  # rows that a sample takes from one place of the table
+_READING = 1.5  # seconds in which texts are read and tokenised
+
+
+def sample_rows(pipeline: DataPipeline) -> list[np.ndarray]:
+    """Token ids `[S]` of all rows; of a stream or a source over 200,000 rows or 25 million tokens a sample of 10,000.
+
+    A sized source gives blocks spread evenly over it, a stream its first rows; one that would lose them by that none.
+    """
+    if pipeline.is_stream:
+        return [row["input_ids"] for row in pipeline.rows_of(_in_time(pipeline.source.peek(_SAMPLE)))]
+    column = pipeline.table.data.column("input_ids")
+    if len(column) > _WHOLE or (len(column) > _SAMPLE and sum(len(c.values) for c in column.chunks) > _MOST_TOKENS):
+        starts = np.linspace(0, len(column) - _BLOCK, _SAMPLE // _BLOCK).astype(int).tolist()
+        column = pa.chunked_array([chunk for s in starts for chunk in column.slice(s, _BLOCK).chunks])
+    rows: list[np.ndarray] = []
+    for chunk in column.chunks:
+        offsets = chunk.offsets.to_numpy()
+        values = chunk.values.to_numpy()
+        rows += [values[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+    return rows
+
+
+def _in_time(items: Iterator[Any]) -> list[Any]:
+    end, taken = time.monotonic() + _READING, []
+    for item in items:
+        taken.append(item)
+        if time.monotonic() > end:
+            break
+    return taken
+
+
+def data_facts(batches: DataPipeline | ReadyBatches, *, masking: Any, seed: int, shuffle: bool) -> dict[str, Any]:
+    """Figures of the training data; shares lie in [0, 1].
+
+    Args:
+        batches: The training data.
+        masking: The module's masking; None: no special, unknown and masked shares.
+        seed: Seed of the order, in which the padding is counted.
+        shuffle: Whether the rows are permuted.
+    """
+    if isinstance(batches, ReadyBatches):
+        attended = [batch["attention_mask"] for batch in batches.batches]
+        rows = [r[m != 0] for b in batches.batches for r, m in zip(b["input_ids"], b["attention_mask"], strict=True)]
+        rows = [row.numpy() for row in rows]
+        num_rows: int | None = len(rows)
+        places = sum(mask.numel() for mask in attended)
+    else:
+        rows = sample_rows(batches)
+        num_rows = None if batches.is_stream else len(batches.table)
+        if not rows:
+            return {"source": batches.source.description, "rows": None, "sampled_rows": 0}
+        places = _places(np.array([len(row) for row in rows]), batches, seed=seed, shuffle=shuffle)
+    lengths = np.array([len(row) for row in rows])
+    flat, starts = np.concatenate(rows).astype(np.uint64), np.cumsum(lengths) - lengths
+    facts: dict[str, Any] = {
+        "source": batches.source.description if isinstance(batches, DataPipeline) else "ready batches",
+        "rows": num_rows,
+        "sampled_rows": len(rows),
+        "tokens": int(lengths.sum()) if num_rows == len(rows) else None,
+        "tokens_per_row": float(lengths.mean()),
+        "padding_share": 1 - float(lengths.sum()) / max(places, 1),
+        "duplicate_share": 1 - len(np.unique(_hashes(flat, lengths, starts))) / len(rows),
+    }
+    if num_rows is not None and facts["tokens"] is None:
+        facts["tokens"] = round(facts["tokens_per_row"] * num_rows)
+    if isinstance(batches, DataPipeline):
+        facts["cut_share"], facts["max_length_for_95_percent"] = _cut(batches)
+    if masking is not None:
+        special = np.isin(flat, np.array(masking.special_token_ids, dtype=np.uint64))
+        facts["special_share"] = float(special.mean()) if len(flat) else 0.0
+        facts["masked_share"] = masking.mask_prob * (1 - facts["special_share"])
+        unknown = getattr(batches.tokenizer, "unk_token_id", None)
+        if unknown is not None:
+            is_unknown = flat == unknown
+            ordinary = max(int((~special | is_unknown).sum()), 1)
+            facts["unknown_share"] = float(is_unknown.sum()) / ordinary
+    return facts
+
+
+def _hashes(flat: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """A 64-bit number per row, equal for equal rows (multilinear hashing with a fixed weight per position)."""
+    longest = int(lengths.max()) + 1
+    weights = _weights(longest)
+    positions = np.arange(len(flat)) - np.repeat(starts, lengths)
+    terms = (flat + np.uint64(1)) * weights[positions]
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)])
+    found: np.ndarray = sums[starts + lengths] - sums[starts]
+    return found
+
+
+def _weights(size: int) -> np.ndarray:
+    """`[size]` odd 64-bit numbers without a pattern, from a generator of their own."""
+    return np.random.Generator(np.random.PCG64(0)).integers(0, 2**63, size, dtype=np.uint64) * 2 + 1
+
+
+def _places(lengths: np.ndarray, pipeline: DataPipeline, *, seed: int, shuffle: bool) -> int:
+    """Places of the batches, padding included, that rows of these lengths fill in the first epoch."""
+    if pipeline.pack:
+        sizes = np.diff(packed_rows(lengths, max_length=pipeline.max_length).starts)
+        return len(sizes) * pipeline.max_length
+    size = pipeline.batch_size
+    if pipeline.batch_tokens is not None:
+        size = max(pipeline.batch_tokens // max(int(lengths.mean()), 1), 1)
+    if pipeline.group_by_length:
+        order = grouped_order(lengths, seed=seed, epoch=0, shuffle=shuffle, batch_size=size, over=64).rows
+        lengths = lengths[np.asarray(order)]
+    elif shuffle and not pipeline.is_stream:
+        lengths = lengths[permutation(len(lengths), seed=seed, epoch=0).numpy()]
+    padded = np.concatenate([lengths, np.zeros(-len(lengths) % size, lengths.dtype)]).reshape(-1, size)
+    widths = np.minimum(np.maximum(-(-padded.max(axis=1) // PAD_TO) * PAD_TO, PAD_TO), pipeline.max_length)
+    counts = np.full(len(padded), size)
+    counts[-1] -= -len(lengths) % size
+    return int((widths * counts).sum())
+
+
+def _cut(pipeline: DataPipeline) -> tuple[float | None, int | None]:
+    """Share of the texts longer than `max_length`, and the `max_length` that would keep 95 % of them whole."""
+    if pipeline.long_rows != "truncate":
+        return 0.0, None
+    whole = pipeline.untruncated_lengths(_in_time(pipeline.source.peek(_SAMPLE)))
+    if whole is None or not len(whole):
+        return None, None
+    return float((whole > pipeline.max_length).mean()), int(-(-np.quantile(whole, 0.95) // PAD_TO) * PAD_TO)
+
+
+def model_facts(module: Any) -> dict[str, Any]:
+    """Parameters, and the way the vocabulary is projected."""
+    parameters = list(module.student.parameters())
+    facts: dict[str, Any] = {
+        "student": type(module.student).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+    }
+    facts["frozen_parameters"] = facts["parameters"] - facts["trainable_parameters"]
+    if getattr(module, "projection", None) is not None:
+        facts["projection"] = module.projection.reason
+    if getattr(module, "teacher", None) is not None:
+        facts["teacher"] = type(module.teacher).__name__
+        facts["teacher_parameters"] = sum(p.numel() for p in module.teacher.parameters())
+    return facts
+
+
+def plan_facts(trainer: Any, data: dict[str, Any], *, num_batches: int | None, total: float) -> dict[str, Any]:
+    """Updates and tokens of the whole run; None where nothing says how many."""
+    window = trainer.accumulate_grad_batches * trainer.world_size
+    facts: dict[str, Any] = {
+        "updates": None if math.isinf(total) else int(total),
+        "updates_done": trainer.global_step,
+        "batches_per_update": window,
+        "batches_per_epoch": num_batches,
+        "tokens_planned": None,
+    }
+    if facts["updates"] is not None and num_batches and data.get("tokens") is not None:
+        updates_of_epoch = -(-num_batches // window)
+        facts["tokens_planned"] = round(data["tokens"] * facts["updates"] / updates_of_epoch)
+    return facts
+
+
+def memory_facts(module: Any, device: torch.device) -> dict[str, Any]:
+    """Bytes of weights, gradients, AdamW's moments and teacher (activations not counted), and what is free."""
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    everything = sum(p.numel() * p.element_size() for p in module.parameters())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    return {"memory_without_activations": everything + 3 * trained, "memory_free": free}
+
+
+def warnings_of(facts: dict[str, Any]) -> list[str]:
+    """A sentence with advice for each figure that is bad."""
+    data, plan, found = facts["data"], facts["plan"], []
+    if data.get("duplicate_share", 0) > 0.10:
+        found.append(f"{data['duplicate_share']:.0%} of the rows are copies of another; remove duplicates.")
+    if data.get("unknown_share", 0) > 0.01:
+        found.append(
+            f"{data['unknown_share']:.1%} of the ordinary tokens are unknown to the tokenizer; train one on this text."
+        )
+    if (data.get("cut_share") or 0) > 0.30:
+        found.append(
+            f"max_length cuts {data['cut_share']:.0%} of the texts; long_rows='split' keeps all of them, "
+            f"max_length={data['max_length_for_95_percent']} would keep 95 % whole."
+        )
+    if plan["batches_per_epoch"] and plan["batches_per_update"] > plan["batches_per_epoch"]:
+        found.append(
+            f"an update takes {plan['batches_per_update']} batches and an epoch has {plan['batches_per_epoch']}: each "
+            "epoch is one short update; lower the accumulation or batch_size."
+        )
+    memory = facts["memory"]
+    if memory["memory_free"] is not None and memory["memory_without_activations"] > memory["memory_free"]:
+        found.append("weights, gradients and moments alone exceed the free memory; take a smaller model.")
+    return found
+
+
+def unigram_loss(
+    train: DataPipeline, val: DataPipeline, *, special_token_ids: tuple[int, ...], vocab_size: int
+) -> float | None:
+    """Cross-entropy in nats of the validation tokens under the training tokens' frequencies (add-one smoothing).
+
+    What a model that ignores the context reaches; special tokens count on neither side. None where a source cannot be
+    looked at without losing its rows.
+    """
+    counts = [_token_counts(pipeline, special_token_ids, vocab_size) for pipeline in (train, val)]
+    if not all(count.sum() for count in counts):
+        return None
+    log_shares = np.log((counts[0] + 1) / (counts[0] + 1).sum())
+    return float(-(counts[1] * log_shares).sum() / counts[1].sum())
+
+
+def _token_counts(pipeline: DataPipeline, special: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    rows = sample_rows(pipeline)
+    counts = np.bincount(np.concatenate([np.zeros(0, np.int32), *rows]), minlength=vocab_size)
+    counts[list(special)] = 0
+    return counts
+
+
+def facts_of(trainer: Any, module: Any) -> dict[str, Any]:
+    """All facts of a run that is about to make its first update: plain numbers, text and None, grouped.
+
+    Changes nothing: no generator is drawn from, and no row of an iterator that can be read once is taken.
+    """
+    data = trainer.datamodule
+    train, val, masking = data.train, data.val, getattr(module, "masking", None)
+    described = data_facts(train, masking=masking, seed=data.seed, shuffle=data.shuffle)
+    num_batches = None if train.is_stream else train.num_batches()
+    facts: dict[str, Any] = {
+        "data": described,
+        "model": model_facts(module),
+        "plan": plan_facts(trainer, described, num_batches=num_batches, total=module._num_updates()),
+        "memory": memory_facts(module, trainer.strategy.root_device),
+        "unigram_baseline": None,
+    }
+    if masking is not None and isinstance(train, DataPipeline) and isinstance(val, DataPipeline):
+        facts["unigram_baseline"] = unigram_loss(
+            train, val, special_token_ids=masking.special_token_ids, vocab_size=masking.vocab_size
+        )
+    return {**facts, "warnings": warnings_of(facts)}
+
+
+__all__ = ["data_facts", "facts_of", "unigram_loss", "warnings_of"]

@@ -1,0 +1,102 @@
+"""The start report tells what data and model are, warns of what is bad, and changes nothing of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
+from foundry_lightning.facts import data_facts, sample_rows, unigram_loss
+from tests.conftest import texts, tiny_bert
+
+
+def facts(source, tokenizer, *, shuffle: bool = False, **settings) -> dict:
+    pipeline = DataPipeline(source, tokenizer, **{"batch_size": 2, "max_length": 16, **settings})
+    masking = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(mask_prob=0.5)).module.masking
+    return data_facts(pipeline, masking=masking, seed=0, shuffle=shuffle)
+
+
+def test_the_shares_of_four_rows_are_those_counted_by_hand(tokenizer):
+    found = facts(["the cat", "the cat", "the zebra sat on a mat and saw", "the cat sat"], tokenizer)
+    assert (found["rows"], found["tokens"]) == (4, 4 + 4 + 10 + 5)
+    assert found["duplicate_share"] == 0.25
+    assert found["unknown_share"] == pytest.approx(1 / 15)  # zebra among 15 words
+    assert found["special_share"] == pytest.approx(9 / 23)  # two a row, and the unknown one
+    assert found["masked_share"] == pytest.approx(0.5 * 14 / 23)
+    assert found["padding_share"] == pytest.approx(1 - 23 / (2 * 8 + 2 * 16))  # widths 8 and 16
+    assert found["cut_share"] == 0
+
+
+def test_a_text_as_long_as_max_length_is_not_cut_and_a_longer_one_is(tokenizer):
+    found = facts(["the cat", "the cat sat"], tokenizer, max_length=4)
+    assert found["cut_share"] == 0.5
+    assert facts(["the cat", "the cat sat"], tokenizer, max_length=4, long_rows="split")["cut_share"] == 0
+
+
+def test_rows_that_differ_in_order_only_are_no_duplicates(tokenizer):
+    assert facts(["the cat", "cat the", "the", "the the"], tokenizer)["duplicate_share"] == 0
+
+
+@pytest.mark.parametrize("settings", [{"group_by_length": True}, {"pack": True}])
+def test_the_padding_is_that_of_the_batches(tokenizer, settings):
+    pipeline = DataPipeline(texts(40), tokenizer, batch_size=4, max_length=32, **settings)
+    batches = list(pipeline)
+    real = 1 - sum(int(b["attention_mask"].sum()) for b in batches) / sum(b["input_ids"].numel() for b in batches)
+    found = data_facts(pipeline, masking=None, seed=pipeline.seed, shuffle=False)
+    assert found["padding_share"] == pytest.approx(real, abs=0.05 if "pack" in settings else 1e-9)
+
+
+def test_a_large_source_is_described_by_a_sample(tokenizer):
+    pipeline = DataPipeline(["the cat", "the cat sat"] * 100_001, tokenizer, max_length=8)
+    assert len(sample_rows(pipeline)) == 10_000
+
+
+def test_a_look_at_a_stream_takes_no_row_of_an_iterator_that_serves_one_pass(tokenizer):
+    iterator = iter(["the cat"] * 4)
+    for source in (iterator, lambda: iterator):
+        assert facts(source, tokenizer)["sampled_rows"] == 0
+    assert len(list(iterator)) == 4
+    assert facts(lambda: iter(["the cat"] * 4), tokenizer)["sampled_rows"] == 4
+
+
+def train(tokenizer, source, **settings) -> tuple[dict, MLMTrainer]:
+    config = MLMConfig(device="cpu", progress_bar=False, learning_rate=1e-2, **settings)
+    trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, config)
+    val = DataPipeline(texts(9, seed=1), tokenizer, max_length=32)
+    pipeline = DataPipeline(source, tokenizer, batch_size=4, max_length=32)
+    return trainer.train(pipeline, val, total_steps=4), trainer
+
+
+@pytest.mark.parametrize("kind", ["list", "callable"])
+def test_a_facade_writes_the_report_into_save_dir_only_and_the_run_stays_the_same(tokenizer, kind):
+    source = texts(20) if kind == "list" else lambda: iter(texts(20))
+    plain, first = train(tokenizer, source)
+    assert not list(Path.cwd().rglob("start_report.json"))
+    reported, second = train(tokenizer, source, save_dir="here")
+    assert plain["losses"] == reported["losses"]
+    pairs = zip(first.student.parameters(), second.student.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    report = json.loads(Path("here/start_report.json").read_text())
+    assert report["data"]["rows"] == (20 if kind == "list" else None)
+    assert report["plan"]["updates"] == 4
+    assert report["model"]["parameters"] == sum(p.numel() for p in second.student.parameters())
+    assert 0 < report["unigram_baseline"] < 4
+
+
+def test_bad_figures_are_warned_of_with_advice(tokenizer):
+    source = ["the zebra " * 20] * 3 + ["the cat"]
+    train(tokenizer, source, save_dir="here", grad_accumulation_steps=3)
+    found = "\n".join(json.loads(Path("here/start_report.json").read_text())["warnings"])
+    for part in ("50% of the rows are copies", "train one on this text", "long_rows='split'", "lower the accumulation"):
+        assert part in found
+
+
+def test_the_baseline_is_the_cross_entropy_counted_by_hand(tokenizer):
+    train_data, val = (DataPipeline(t, tokenizer) for t in (["the the cat"], ["the cat"]))
+    found = unigram_loss(train_data, val, special_token_ids=(0, 1, 2, 3, 4), vocab_size=len(tokenizer))
+    total = 3 + len(tokenizer)  # add-one smoothing over all ids
+    expected = -(torch.tensor([3 / total]).log() + torch.tensor([2 / total]).log()) / 2
+    assert found == pytest.approx(float(expected), rel=1e-6)
