@@ -11,6 +11,7 @@ import torch
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
 from foundry_lightning.facts import data_facts, sample_rows, unigram_loss
 from tests.conftest import texts, tiny_bert
+from tests.several import in_ranks
 
 
 def facts(source, tokenizer, *, shuffle: bool = False, **settings) -> dict:
@@ -100,3 +101,17 @@ def test_the_baseline_is_the_cross_entropy_counted_by_hand(tokenizer):
     total = 3 + len(tokenizer)  # add-one smoothing over all ids
     expected = -(torch.tensor([3 / total]).log() + torch.tensor([2 / total]).log()) / 2
     assert found == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("kind", ["list", "callable"])
+def test_rank_0_alone_reports_and_no_rank_waits_for_ever(tokenizer, tmp_path, kind):
+    source = texts(20) if kind == "list" else lambda: iter(texts(20))
+    settings = {"devices": 2, "strategy": "ddp"}
+
+    def run(save_dir: str):
+        return lambda rank: train(tokenizer, source, **settings, save_dir=save_dir)[0]["losses"]
+
+    losses = [in_ranks(run(name), 2, tmp_path / f"ranks{name}") for name in ("", "here")]
+    assert losses[0] == losses[1]
+    assert len(list(tmp_path.rglob("start_report.json"))) == 1
