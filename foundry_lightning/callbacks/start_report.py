@@ -45,7 +45,7 @@ class StartReport(Callback):
         for name, text in lines:
             _log.info("%s: %s", name, text)
         for sentence in self.facts["warnings"]:
-            _log.warning(sentence)
+            _log.log(logging.INFO if self.show else logging.WARNING, sentence)  # what is shown is not said twice
         if self.show:
             table = Table(show_header=False, box=None, pad_edge=False)
             for line in lines:
