@@ -51,8 +51,9 @@ def useful_flops_a_token() -> float:
 class Clock:
     """Tokens and seconds after the warm-up, and the peak of memory above what is there before it."""
 
-    def __init__(self, student: Any) -> None:
+    def __init__(self, student: Any, warm: int = WARM) -> None:
         hold_state(student)
+        self.warm = warm
         self.steps = self.tokens = 0
         self.began = self.ended = 0.0
         self.before = peak_mib()
@@ -60,15 +61,20 @@ class Clock:
     def step(self, tokens: int) -> None:
         self.steps += 1
         self.ended = time.perf_counter()
-        if self.steps > WARM:
+        if self.steps > self.warm:
             self.tokens += tokens
-        if self.steps == WARM:
+        if self.steps == self.warm:
             self.began = self.ended
 
     def figures(self) -> Figures:
-        peak, speed = peak_mib() - self.before, self.tokens / (self.ended - self.began)
-        share = 100 * speed * useful_flops_a_token() / matmul_rate()
-        return {"real tokens/s": speed, "MiB above model and optimizer": peak, "% of matrix products": share}
+        speed = self.tokens / (self.ended - self.began)
+        return {"real tokens/s": speed, "MiB above models and optimizer": peak_mib() - self.before}
+
+    def with_share(self) -> Figures:
+        """Also the useful FLOP/s, in percent of the rate of plain matrix products."""
+        figures = self.figures()
+        share = 100 * figures["real tokens/s"] * useful_flops_a_token() / matmul_rate()
+        return {**figures, "% of matrix products": share}
 
 
 def ours(**settings: Any) -> Figures:
@@ -93,7 +99,7 @@ def ours(**settings: Any) -> Figures:
     )
     pipe = DataPipeline(rows(), batch_size=BATCH, max_length=LENGTH, **settings)
     MLMTrainer(student, config=config).train(pipe, shuffle=True, total_steps=WARM + STEPS)
-    return clock.figures()
+    return clock.with_share()
 
 
 def olaverse_foundry() -> Figures:
@@ -110,7 +116,7 @@ def olaverse_foundry() -> Figures:
     clock, sizes = Clock(student), iter(int(batch["attention_mask"].sum()) for batch in batches)
     config = MLMConfig(mask_token_id=103, vocab_size=VOCABULARY, device="cpu", log_every=1)
     MLMTrainer(student, None, config).train(batches, on_step=lambda *_: clock.step(next(sizes)))
-    return clock.figures()
+    return clock.with_share()
 
 
 def hugging_face(*, blocks: bool) -> Figures:
@@ -147,7 +153,7 @@ def hugging_face(*, blocks: bool) -> Figures:
         )
         features = [{"input_ids": row} for row in data]
         Trainer(student, arguments, train_dataset=features, data_collator=collator, callbacks=[Watch()]).train()
-    return clock.figures()
+    return clock.with_share()
 
 
 def _tokenizer() -> Any:
