@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,18 +68,11 @@ class TokenRows:
             return [row for ids, n in zip(items, row_ids, strict=True) for row in self._ready(ids, n)]
         if self.tokenizer is None:
             raise ValueError("DataPipeline: tokenizer must be given for a source of texts, got None; pass one.")
-        added = self.tokenizer.num_special_tokens_to_add()
-        if self.max_length <= added:
-            raise ValueError(
-                f"max_length must leave room beside the {added} special tokens of a row, got {self.max_length}; "
-                "raise it."
-            )
+        self._require_room()
         if getattr(self.tokenizer, "is_fast", False):
-            encodings = self._backend.encode_batch(list(items))
             return [
-                self._row(piece.ids, piece.word_ids if self.word_ids else None, n, p)
-                for encoding, n in zip(encodings, row_ids, strict=True)
-                for p, piece in enumerate([encoding, *encoding.overflowing] if self.splits else [encoding])
+                self._row(piece.ids, piece.word_ids if self.word_ids else None, n, 0)
+                for n, piece in self._pieces(items, row_ids)
             ]
         if self.word_ids or self.splits:
             raise ValueError(
@@ -96,6 +89,22 @@ class TokenRows:
         backend = Tokenizer.from_str(self._backend.to_str())
         backend.no_truncation()
         return np.array([len(encoding) for encoding in backend.encode_batch_fast(list(items))])
+
+    def _require_room(self) -> None:
+        added = self.tokenizer.num_special_tokens_to_add()
+        if self.max_length <= added:
+            raise ValueError(
+                f"max_length must leave room beside the {added} special tokens of a row, got {self.max_length}; "
+                "raise it."
+            )
+
+    def _pieces(self, items: Sequence[str], row_ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """(row number, encoding) of each row; what no one asks for, offsets in the text, is not computed."""
+        encode = self._backend.encode_batch if self.word_ids else self._backend.encode_batch_fast
+        for encoding, n in zip(encode(list(items)), row_ids, strict=True):
+            yield n, encoding
+            if self.splits:
+                yield from ((n + (p << PIECE_SHIFT), piece) for p, piece in enumerate(encoding.overflowing, start=1))
 
     def _ready(self, ids: Any, row: int) -> Iterator[dict[str, Any]]:
         if self.word_ids:
@@ -117,10 +126,24 @@ class TokenRows:
 
     def chunks(self, source: Source) -> Iterator[list[dict[str, Any]]]:
         """All rows of a source, some at a time."""
-        numbered = enumerate(source.rows())
-        while chunk := list(islice(numbered, _CHUNK)):
-            row_ids, items = zip(*chunk, strict=True)
-            yield self(items, row_ids)
+        return (self(items, row_ids) for row_ids, items in _numbered(source))
+
+    def tables(self, source: Source) -> Iterator[pa.Table]:
+        """All rows of a source as Arrow tables with the columns `input_ids`, `row_id` and, for whole words, `word_ids`.
+
+        A fast tokenizer's ids go from its encodings into one array, without an object for each row.
+        """
+        for row_ids, items in _numbered(source):
+            if self.word_ids or not isinstance(items[0], str) or not getattr(self.tokenizer, "is_fast", False):
+                yield _to_arrow(self(items, row_ids))
+                continue
+            self._require_room()
+            numbers, encodings = zip(*self._pieces(items, row_ids), strict=True)
+            ids = [encoding.ids for encoding in encodings]
+            ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)))
+            values = np.fromiter(chain.from_iterable(ids), np.int32, int(ends[-1]))
+            lists = pa.LargeListArray.from_arrays(np.concatenate([[0], ends]), pa.array(values))
+            yield pa.table({"row_id": pa.array(numbers, pa.int64()), "input_ids": lists})
 
 
 class DataPipeline:
@@ -300,10 +323,10 @@ class DataPipeline:
         if self.is_stream:
             raise TypeError(f"{self.source.description} is a stream and has no table of rows; give total_steps.")
         if self.source.in_memory:
-            rows = [row for chunk in self._rows.chunks(self.source) for row in chunk]
-            if not rows:
+            tables = list(self._rows.tables(self.source))
+            if not tables:
                 raise ValueError(f"{self.source.description} is empty; give at least one text.")
-            return Dataset(_to_arrow(rows))
+            return Dataset(pa.concat_tables(tables).combine_chunks())
         path = cache_dir() / "rows" / f"{self.fingerprint()}.arrow"
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
@@ -311,8 +334,8 @@ class DataPipeline:
                 partial = Path(f"{path}.{os.getpid()}.partial")
                 try:
                     with ArrowWriter(path=str(partial)) as writer:
-                        for chunk in self._rows.chunks(self.source):
-                            writer.write_table(_to_arrow(chunk))
+                        for table in self._rows.tables(self.source):
+                            writer.write_table(table)
                         num_rows, _ = writer.finalize()
                     if num_rows == 0:
                         raise ValueError(f"{self.source.description} is empty; give at least one text.")
@@ -646,6 +669,14 @@ def _ready_batch(batch: Any, number: int) -> Batch:
         wrong = labels[(labels < 0) & (labels != -100)][0]
         raise ValueError(f"{where}['labels'] must hold token ids, or -100 where none is scored, got {int(wrong)}.")
     return result
+
+
+def _numbered(source: Source) -> Iterator[tuple[tuple[int, ...], tuple[Any, ...]]]:
+    """(row numbers, rows) of a source, some at a time."""
+    numbered = enumerate(source.rows())
+    while chunk := list(islice(numbered, _CHUNK)):
+        row_ids, items = zip(*chunk, strict=True)
+        yield row_ids, items
 
 
 def _to_arrow(rows: list[dict[str, Any]]) -> pa.Table:
