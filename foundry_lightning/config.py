@@ -280,6 +280,7 @@ class DistilMLMConfig(MLMConfig):
         temperature: T, softens both distributions.
         distill_on: `masked` scores the masked tokens, `all` every attended token.
         teacher_dtype: Floating-point type the teacher runs in: `float32`, `bfloat16` or `float16`.
+        teacher_compile: Compile the teacher's layers with `torch.compile` while the student trains.
     """
 
     learning_rate: float = 5e-5
@@ -289,6 +290,7 @@ class DistilMLMConfig(MLMConfig):
     temperature: float = 2.0
     distill_on: str = field(default="masked", kw_only=True)
     teacher_dtype: str = field(default="float32", kw_only=True)
+    teacher_compile: bool = field(default=False, kw_only=True)
 
     def _check(self, checks: Checks) -> None:
         super()._check(checks)
@@ -300,6 +302,7 @@ class DistilMLMConfig(MLMConfig):
         checks.number("temperature", low=0, low_open=True)
         checks.choice("distill_on", ("masked", "all"))
         checks.choice("teacher_dtype", tuple(PRECISIONS))
+        checks.kind("teacher_compile", bool, "True or False")
 
 
 @dataclass
@@ -311,12 +314,14 @@ class EncoderDistillConfig(_TrainingFields):
     Args:
         loss: `mse` or `cosine`, the distance between the states of student and teacher at each attended token.
         teacher_dtype: Floating-point type the teacher runs in.
+        teacher_compile: Compile the teacher's layers with `torch.compile` while the student trains.
         pad_token_id: Padding id; taken from the tokenizer (0 counts as unset).
     """
 
     learning_rate: float = 5e-5
     loss: str = "mse"
     teacher_dtype: str = field(default="float32", kw_only=True)
+    teacher_compile: bool = field(default=False, kw_only=True)
     pad_token_id: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -328,6 +333,7 @@ class EncoderDistillConfig(_TrainingFields):
         self._check_training(checks)
         checks.choice("loss", ("mse", "cosine"))
         checks.choice("teacher_dtype", tuple(PRECISIONS))
+        checks.kind("teacher_compile", bool, "True or False")
         checks.integer("pad_token_id", low=0)
         problems_to_error(checks.problems, of=type(self).__name__)
 

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
-from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
+from foundry_lightning import DataPipeline, DistilMLMConfig, DistilMLMTrainer, MLMConfig, MLMTrainer
 from foundry_lightning.compiling import compile_layers
 from tests.conftest import texts, tiny_bert
 from tests.test_packing import FAMILIES
@@ -43,6 +43,20 @@ def test_a_compiled_run_is_the_plain_one_and_its_checkpoints_are_alike(tokenizer
     for source, settings in (("plain", {"compile": True}), ("compiled", {})):
         resumed = trained(tokenizer, steps=10, resume=tmp_path / source, **settings)[1]
         assert len(resumed["losses"]) == 2
+
+
+@pytest.mark.slow
+def test_a_compiled_teacher_teaches_the_same_and_is_left_as_it_was(tokenizer):
+    losses = []
+    for compiled in (False, True):
+        teacher = tiny_bert(len(tokenizer), seed=1)
+        config = DistilMLMConfig(**SETTINGS, teacher_compile=compiled)
+        trainer = DistilMLMTrainer(tiny_bert(len(tokenizer), dropout=0.0), teacher, tokenizer, config)
+        pipe = DataPipeline(texts(32), tokenizer, batch_size=4, max_length=32, pack=True)
+        losses.append(trainer.train(pipe)["losses"])
+        assert all(layer._compiled_call_impl is None for layer in teacher.modules())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert 0 < counters["stats"]["unique_graphs"] <= 2  # the last batch is smaller
 
 
 @pytest.mark.slow

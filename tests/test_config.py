@@ -103,7 +103,7 @@ def test_a_broken_field_is_named_with_the_value_it_got(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("mlm_weight", -1), ("distill_weight", "5"), ("cosine_weight", float("inf")), ("temperature", 0)]
-    + [("temperature", -2.0), ("distill_on", "some"), ("teacher_dtype", "int8")],
+    + [("temperature", -2.0), ("distill_on", "some"), ("teacher_dtype", "int8"), ("teacher_compile", 1)],
 )
 def test_a_broken_field_of_distillation_is_named(name, value):
     with pytest.raises(ValueError, match=f"DistilMLMConfig: {name} must "):

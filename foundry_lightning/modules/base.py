@@ -258,8 +258,7 @@ class EncoderModule(lightning.LightningModule):
         """Puts the student into train mode and lets today's rate and decay rule after a resume."""
         assert self.student is not None
         self.student.train()
-        if self.config.compile:
-            self._compiled = compile_layers(self.student)
+        self._compiled = compile_layers(self.student) if self.config.compile else []
         self._window, self._metrics = {"step": -1, "sums": {}}, None
         self._guard = FiniteGuard(skip=self.config.on_nonfinite == "skip")
         if self._built_groups is not None:

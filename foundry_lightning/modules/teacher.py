@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry_lightning.compiling import compile_layers
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.modules.base import EncoderModule, max_positions, num_embeddings
 from foundry_lightning.students import StudentRecipe
@@ -105,6 +106,12 @@ class WithTeacher(EncoderModule):
                         f"the {name} data go up to token id {largest}, the {role} embeds ids below {embedded}; "
                         "student, teacher and data must share the tokenizer."
                     )
+
+    def on_train_start(self) -> None:
+        """Also compiles the teacher's layers where the config says so; released at the run's end."""
+        super().on_train_start()
+        if self.config.teacher_compile and self.needs_teacher:
+            self._compiled = self._compiled + compile_layers(self.frozen_teacher())
 
     def train(self, mode: bool = True) -> WithTeacher:
         """Sets the mode of all but the teacher, which stays in eval mode."""

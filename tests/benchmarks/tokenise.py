@@ -1,0 +1,83 @@
+"""Text to tokenised rows on disk: beside the tokenizer's own batch speed, and how long the next start takes.
+
+A file of about 100 MB (the paragraphs of `python-docs`, numbered and repeated) is read, tokenised and written to the
+Arrow cache. `raw` calls `encode_batch` on the same texts, already in memory, and throws the result away: what no data
+path can beat that keeps it. The second start makes a new pipeline over the same file, its order and its first batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks._rounds import Figures, in_turn, peak_mib, table, write
+
+MEGABYTES, LENGTH = 100, 128
+
+
+def tokenizer() -> Any:
+    from foundry_lightning.tokenizer import train_tokenizer
+
+    return train_tokenizer("python-docs", vocab_size=8000)
+
+
+def corpus(folder: str) -> str:
+    from foundry_lightning.data.sources import open_source
+
+    path = Path(folder) / "corpus.txt"
+    if not path.exists():
+        paragraphs = [
+            " ".join(text.split()) for text in open_source("python-docs", text_column="text", split_txt="line").rows()
+        ]
+        with path.open("w") as file:
+            for number, text in enumerate(itertools.cycle(paragraphs)):
+                file.write(f"{number} {text}\n")
+                if number % 1000 == 0 and file.tell() > MEGABYTES * 10**6:
+                    break
+    return str(path)
+
+
+def raw(folder: str) -> Figures:
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    engine = tokenizer().backend_tokenizer
+    engine.enable_truncation(LENGTH)
+    texts = Path(corpus(folder)).read_text().splitlines()
+    began = time.perf_counter()
+    for first in range(0, len(texts), 1000):
+        engine.encode_batch(texts[first : first + 1000])
+    return {"MB/s": MEGABYTES / (time.perf_counter() - began), "seconds of the next start": 0.0, "peak MiB": peak_mib()}
+
+
+def ours(folder: str) -> Figures:
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    from foundry_lightning import DataPipeline
+
+    own, path = tokenizer(), corpus(folder)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["FOUNDRY_LIGHTNING_CACHE"] = cache
+        began = time.perf_counter()
+        DataPipeline(path, own, max_length=LENGTH).prepare()
+        seconds = time.perf_counter() - began
+        began = time.perf_counter()
+        pipe = DataPipeline(path, own, batch_size=64, max_length=LENGTH, pack=True)
+        pipe.batch(0, pipe.order(seed=0, epoch=0, shuffle=True))
+        return {
+            "MB/s": MEGABYTES / seconds,
+            "seconds of the next start": time.perf_counter() - began,
+            "peak MiB": peak_mib(),
+        }
+
+
+def run(*, threads: int, rounds: int, out: str) -> None:
+    """Both in turn; the ratio is raw's time over ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus(folder)
+        sides = {"ours, read, tokenised and written": partial(ours, folder), "raw encode_batch": partial(raw, folder)}
+        found = in_turn(sides, threads=threads, rounds=rounds)
+    lines = table(found, ratio="MB/s", of="ours, read, tokenised and written")
+    write("tokenise", lines, found, out=out, bar="MB/s")
