@@ -76,8 +76,8 @@ class MuonWithAdamW(Optimizer):
         taken = set(hidden)
         decay = next(group["weight_decay"] for group in groups if taken & set(group["params"]))
         rest = [{**group, "params": [p for p in group["params"] if p not in taken]} for group in groups]
-        self._muon = torch.optim.Muon(hidden, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        self._parts: list[Optimizer] = [self._muon]
+        muon = torch.optim.Muon(hidden, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        self._parts: list[Optimizer] = [muon]
         if rest := [group for group in rest if group["params"]]:
             self._parts.append(AdamW(rest, lr=lr, fused=fused))
         super().__init__([group for part in self._parts for group in part.param_groups], defaults={})

@@ -659,6 +659,8 @@ RULES = [
     Rule("train", "warm-up and decay fit into the run", "decay_steps and warmup_steps together must not exceed the run",
          [{"decay_steps": 4}, {"decay_steps": 3, "warmup_steps": 1}], lambda world, value: world.train(
              [ROW] * 3, config={"lr_scheduler": "wsd", **value})),
+    Rule("train", "muon has hidden matrices", "optimizer='muon' needs hidden matrices", {"vectors alone": BiasStudent},
+         lambda world, kind: world.trainer(kind(torch.zeros(27)), optimizer="muon").train([ROW])),
     Rule("train", "on_step takes (global_step, loss)", "on_step must be a function of",
          {"text": "print", "number": 3, "no argument": lambda: None, "one": lambda step: None,
           "three": lambda step, loss, more: None, "keyword": lambda step, loss, *, more: None},

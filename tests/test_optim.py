@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
@@ -65,8 +66,6 @@ def test_an_update_is_torchs_muon_on_matrices_and_torchs_adamw_elsewhere():
 
 
 def test_all_groups_follow_the_one_schedule_and_training_lowers_the_loss(tokenizer):
-    from lightning.pytorch.callbacks import Callback
-
     rates = []
 
     class Watch(Callback):
@@ -106,3 +105,34 @@ def test_a_torch_without_muon_is_named_before_anything_is_built(tokenizer, monke
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ValueError, match="optimizer='muon' needs torch 2.9"):
         MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(**SETTINGS))
+
+
+def test_a_resumed_run_with_muon_takes_todays_rate_and_decay(tokenizer, tmp_path):
+    groups = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            groups.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+
+    trained(tokenizer, steps=3, save_every=3, save_dir=str(tmp_path))
+    changed = {"learning_rate": 2e-2, "lr_scheduler": "constant", "weight_decay": 0.25}
+    trained(tokenizer, steps=5, resume=tmp_path, **changed, trainer_kwargs={"callbacks": [Watch()]})
+    assert groups == [[(2e-2, 0.25), (2e-2, 0.25), (2e-2, 0.0)]] * 2
+
+
+def test_muon_leaves_out_an_update_that_is_not_finite(tokenizer):
+    weights = []
+
+    class Poison(Callback):
+        def on_after_backward(self, trainer, module):
+            if trainer.global_step == 1:
+                module.student.bert.encoder.layer[0].output.dense.weight.grad[0, 0] = float("nan")
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            weights.append(torch.cat([p.detach().flatten() for p in module.student.parameters()]))
+
+    trained(tokenizer, steps=3, on_nonfinite="skip", trainer_kwargs={"callbacks": [Poison()]})
+    first, second, third = weights
+    assert torch.equal(first, second)
+    assert not torch.equal(second, third)
+    assert torch.isfinite(third).all()
