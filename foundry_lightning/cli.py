@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Callable
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ foundry-lightning: pretrain your own encoder from raw text, or distil one from a
   foundry-lightning predict --config configs/mlm.yaml --data.predict '["a list of [MASK]"]'   fill blanks
   foundry-lightning tokenizer --source 'data/*.txt' --vocab-size 8000 --out my-tokenizer      train a tokenizer
   foundry-lightning export --config configs/mlm.yaml --ckpt runs/mlm/1 --out my-model         export a checkpoint
+  foundry-lightning probe my-model --task ner --train ner.txt    compare encoders on labelled data
 
 Each command has --help. --debug before a command shows the full traceback of an error.
 """
@@ -319,7 +322,69 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {"tokenizer": train_tokenizer_command, "export": export_command}
+def probe_command(
+    models: list[str],
+    task: str,
+    train: str,
+    test: str | None = None,
+    how: str = "linear",
+    seeds: int = 3,
+    max_length: int | None = None,
+    columns: tuple[str, str] | None = None,
+    fields: tuple[int, int] | None = None,
+    epochs: int = 3,
+    batch_size: int = 32,
+    learning_rate: float = 1e-4,
+    device: str = "auto",
+    json: str | None = None,
+) -> None:
+    """Compares encoders on labelled data, beside random weights and a word lookup or bag of words.
+
+    Example: foundry-lightning probe my-model other-model --task ner --train train.txt --test test.txt --how both
+
+    Args:
+        models: Folders or names that AutoModel and AutoTokenizer load.
+        task: ner (scored in entities), pos (any tags, by words) or classify (texts).
+        train: A CoNLL file, a .jsonl file, or a folder of Dataset.save_to_disk.
+        test: The same, scored; without it each seed holds out a fifth of train.
+        how: linear (logistic regression on frozen states), finetune, or both.
+        seeds: Number of seeds.
+        max_length: Tokens of a row.
+        columns: Names of input and label in .jsonl and datasets.
+        fields: Numbers of word and tag in a line of a CoNLL file.
+        epochs: Of fine-tuning.
+        batch_size: Of fine-tuning.
+        learning_rate: Peak rate of fine-tuning.
+        device: auto, cpu or cuda.
+        json: A file that gets all figures.
+    """
+    from rich.console import Console
+
+    from foundry_lightning.probe import FineTuning, probe
+
+    found = probe(
+        models,
+        task=task,
+        train=train,
+        test=test,
+        how=how,
+        seeds=seeds,
+        max_length=max_length,
+        columns=columns,
+        fields=fields,
+        fine_tuning=FineTuning(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate),
+        device=device,
+    )
+    Console().print(found.table())
+    if json is not None:
+        Path(json).write_text(found.to_json())
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "tokenizer": train_tokenizer_command,
+    "export": export_command,
+    "probe": probe_command,
+}
 
 
 def main(args: list[str] | None = None) -> int:
@@ -338,6 +403,9 @@ def main(args: list[str] | None = None) -> int:
 
             command = _COMMANDS[args[0]]
             options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), arg) for arg in args[1:]]
+            models = list(takewhile(lambda option: not option.startswith("-"), options))
+            if args[0] == "probe" and models:
+                options = [f"--models={jsonlib.dumps(models)}", *options[len(models) :]]
             auto_cli(command, args=options, prog=f"foundry-lightning {args[0]}", as_positional=False)
         elif args[0] not in _LOOPS:
             names = [*_LOOPS, *_COMMANDS]

@@ -127,7 +127,8 @@ def export_onnx(folder: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of an exported Hugging Face model.")
     if importlib.util.find_spec("onnxscript") is None:
         raise ModuleNotFoundError("ONNX export needs onnx and onnxscript: pip install 'foundry-lightning[onnx]'.")
-    base = _Base(quiet_base(folder)).eval()
+    with quiet_loading():
+        base = _Base(AutoModel.from_pretrained(folder)).eval()
     # two rows, one padded: sizes of 1 would be taken as fixed, and a mask of ones be left out of the graph
     example, mask = torch.ones(2, 8, dtype=torch.long), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -148,17 +149,6 @@ def export_onnx(folder: str | os.PathLike[str]) -> Path:
     return file
 
 
-def quiet_base(folder: Path) -> nn.Module:
-    """The encoder of a folder; what transformers says of the head it leaves out is not printed."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with _no_progress_bar():
-            return cast(nn.Module, AutoModel.from_pretrained(folder))
-    finally:
-        transformers_logging.set_verbosity(level)
-
-
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """A model of this size is written at once; transformers would draw a bar on stderr."""
@@ -169,6 +159,18 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if was_on:
             transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Leaves out what transformers says of a head that is not in the folder, or not wanted."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with _no_progress_bar():
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def load_student_weights(student: nn.Module, checkpoint: str | os.PathLike[str] | dict[str, Any]) -> None:

