@@ -16,7 +16,7 @@ from foundry_lightning.cli import main
 from foundry_lightning.probe import FineTuning, probe
 from foundry_lightning.probe.labelled import read_labelled
 
-ANIMALS, PLACES = ("cat", "dog", "bird", "fish"), ("house", "tree", "river", "road")
+ANIMALS, PLACES = ("cat", "dogs", "hills", "clouds"), ("mat", "rain", "day", "green")  # in the tokenizer
 
 
 def rows(number: int) -> list[dict]:
@@ -24,7 +24,7 @@ def rows(number: int) -> list[dict]:
     made = []
     for n in range(number):
         animal, place = ANIMALS[n % 4], PLACES[n // 4 % 4]
-        words = ["the", animal, "in", "the", place]
+        words = ["the", animal, "on", "the", place]
         made.append(
             {"tokens": words, "tags": ["O", "B-animal", "O", "O", "O"], "text": " ".join(words), "label": animal}
         )
