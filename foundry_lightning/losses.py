@@ -309,7 +309,9 @@ def _blocks(features: Tensor, row_bytes: int, terms: _Terms, *, needs_weight: bo
     if rows == 0 or not (terms.mlm_weight or terms.distill_weight or terms.with_accuracy):
         return []
     if terms.block_bytes is None:
-        largest = max(_BLOCK_BYTES // row_bytes, width if needs_weight else 1)
+        # each further block costs a pass over the weight's gradient; with a teacher three blocks are held at a time
+        fewest = width // (2 if terms.distill_weight else 1) if needs_weight else 1
+        largest = max(_BLOCK_BYTES // row_bytes, fewest, 1)
     else:
         largest = max(1, terms.block_bytes // row_bytes)
     size = -(-rows // -(-rows // largest))

@@ -41,6 +41,7 @@ from foundry_lightning import (
     warm_start_student,
 )
 from foundry_lightning.export import export_onnx
+from foundry_lightning.probe.labelled import read_labelled
 from tests.conftest import WORDS, BiasStudent, texts, tiny_bert
 from tests.test_config import BROKEN
 from tests.test_packing import Deaf
@@ -503,6 +504,15 @@ RULES = [
           "no mask": lambda world: Deaf("attention_mask"), "no positions": lambda world: Deaf("position_ids")},
          lambda world, value: world.trainer(world.keep(value(world))).train(
              DataPipeline(["the cat"], world.tokenizer, max_length=32, pack=True))),
+    Rule("probe", "labelled data fit their task", "(does not exist|must be a (file|dict)|has no|words and|needs|holds)",
+         {"absent": "absent.txt", "number": 7, "column": [{"words": ["a"]}], "empty": [],
+          "lengths": [{"tokens": ["a", "b"], "tags": ["O"]}], "no iob": [{"tokens": ["a"], "tags": ["noun"]}],
+          "no list": [{"tokens": "a", "tags": "O"}], "no dict": ["a"]},
+         lambda world, value: read_labelled(value, task="ner")),
+    Rule("probe", "a CoNLL line holds a word and a tag", "line 2 must hold a word and a tag",
+         ["a O\nb\n", "a O\n\tO\n"],
+         lambda world, value: (
+             world.file("ner.txt", value), world.note_files(), read_labelled("ner.txt", task="ner"))),
     Rule("data", "pad_token_id and seed are whole numbers", "(pad_token_id|seed) must be an integer",
          [{"pad_token_id": -1}, {"pad_token_id": "0"}, {"pad_token_id": 0.5}, {"seed": None}, {"seed": -1},
           {"seed": 2**63}],

@@ -119,6 +119,8 @@ def test_bad_labelled_data_is_refused_in_a_sentence(model, source, kind, part):
         ({"task": "nre"}, "task must"),
         ({"how": "linaer"}, "how must"),
         ({"seeds": 0}, "seeds must"),
+        ({"device": "gpu"}, "device must"),
+        ({"device": "cuda" if not torch.cuda.is_available() else "mps"}, "device must"),
         ({"max_length": 99}, "positions"),
     ],
 )

@@ -122,6 +122,8 @@ def probe(
         raise ValueError(f"how must be one of 'linear', 'finetune', 'both', got {how!r}.")
     if not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1:
         raise ValueError(f"seeds must be a number of at least 1, got {seeds!r}; 3 show a spread.")
+    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device must be 'auto', 'cpu' or a 'cuda' that is there, got {device!r}; leave it out.")
     names = [models] if isinstance(models, (str, os.PathLike)) else list(models)
     if not names:
         raise ValueError("models must name at least one model; give the folder of an export.")
