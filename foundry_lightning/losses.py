@@ -94,7 +94,8 @@ def vocabulary_loss(
             where both models have equally many.
         with_accuracy: also count the rows whose best class is the label.
         block_bytes: size of one block of float32 scores, in bytes; None means 64 MiB, or as much as the weight's
-            gradient takes where that is needed and larger: fewer blocks save passes over it.
+            gradient takes (with a teacher, half of it) where that is needed and larger: fewer blocks save passes over
+            it.
 
     Raises:
         ValueError: shapes do not fit, the teacher is missing, or ``temperature`` or ``num_shared_classes`` is out of
