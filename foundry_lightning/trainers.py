@@ -18,7 +18,6 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, LogSettings, SaveEvery, StopOnSignal
-from foundry_lightning.callbacks.start_report import StartReport
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint, require_folder
 from foundry_lightning.config import (
     PRECISIONS,
@@ -192,8 +191,6 @@ class _Facade:
         saver = SaveEvery(self.config.save_every, folder=self.config.save_dir) if self.config.save_dir else None
         stop = StopOnSignal(saver)
         callbacks.append(stop)
-        if self.config.save_dir:
-            callbacks.append(StartReport(self.config.save_dir, show=self.config.progress_bar))
         if saver is not None and self.config.save_every:
             callbacks.append(saver)
         records = None if self._resume is None else logged_as(read_checkpoint(self._resume))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMLitModule, MLMTrainer
+from foundry_lightning.data.loader import Deal, WindowLoader
 from tests.conftest import texts, tiny_bert
 from tests.several import Started, in_ranks, wait_for
 
@@ -431,3 +432,15 @@ def test_a_rank_whose_source_fails_ends_the_others_too(tokenizer, tmp_path):
     started = Started(run, 2, tmp_path)
     assert all(started.wait(30))
     assert "could not be read" in started.logs()
+
+
+def test_a_worker_that_dies_while_its_batch_is_taken_is_a_dead_worker_too(tokenizer):
+    """Its pipe breaks then, and PyTorch raises what the pipe says."""
+
+    def broken():
+        raise ConnectionResetError(104, "Connection reset by peer")
+        yield
+
+    loader = WindowLoader(DataPipeline(texts(3), tokenizer), deal=Deal)
+    with pytest.raises(RuntimeError, match="DataLoader worker died"):
+        loader._window(broken(), Deal())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
+from foundry_lightning.callbacks.start_report import StartReport
 from foundry_lightning.facts import data_facts, sample_rows, unigram_loss
 from tests.conftest import texts, tiny_bert
 from tests.several import in_ranks
@@ -63,7 +64,9 @@ def test_a_look_at_a_stream_takes_no_row_of_an_iterator_that_serves_one_pass(tok
     assert facts(lambda: iter(["the cat"] * 4), tokenizer)["sampled_rows"] == 4
 
 
-def train(tokenizer, source, **settings) -> tuple[dict, MLMTrainer]:
+def train(tokenizer, source, *, folder: str = "", **settings) -> tuple[dict, MLMTrainer]:
+    if folder:
+        settings["trainer_kwargs"] = {"callbacks": [StartReport(folder, show=False)]}
     config = MLMConfig(device="cpu", progress_bar=False, learning_rate=1e-2, **settings)
     trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, config)
     val = DataPipeline(texts(9, seed=1), tokenizer, max_length=32)
@@ -72,11 +75,11 @@ def train(tokenizer, source, **settings) -> tuple[dict, MLMTrainer]:
 
 
 @pytest.mark.parametrize("kind", ["list", "callable"])
-def test_a_facade_writes_the_report_into_save_dir_only_and_the_run_stays_the_same(tokenizer, kind):
+def test_a_facade_reports_where_the_callback_is_given_and_the_run_stays_the_same(tokenizer, kind):
     source = texts(20) if kind == "list" else lambda: iter(texts(20))
     plain, first = train(tokenizer, source)
     assert not list(Path.cwd().rglob("start_report.json"))
-    reported, second = train(tokenizer, source, save_dir="here")
+    reported, second = train(tokenizer, source, folder="here")
     assert plain["losses"] == reported["losses"]
     pairs = zip(first.student.parameters(), second.student.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -89,7 +92,7 @@ def test_a_facade_writes_the_report_into_save_dir_only_and_the_run_stays_the_sam
 
 def test_bad_figures_are_warned_of_with_advice(tokenizer):
     source = ["the zebra " * 20] * 3 + ["the cat"]
-    train(tokenizer, source, save_dir="here", grad_accumulation_steps=3)
+    train(tokenizer, source, folder="here", grad_accumulation_steps=3)
     found = "\n".join(json.loads(Path("here/start_report.json").read_text())["warnings"])
     for part in ("50% of the rows are copies", "train one on this text", "long_rows='split'", "lower the accumulation"):
         assert part in found
@@ -109,8 +112,8 @@ def test_rank_0_alone_reports_and_no_rank_waits_for_ever(tokenizer, tmp_path, ki
     source = texts(20) if kind == "list" else lambda: iter(texts(20))
     settings = {"devices": 2, "strategy": "ddp"}
 
-    def run(save_dir: str):
-        return lambda rank: train(tokenizer, source, **settings, save_dir=save_dir)[0]["losses"]
+    def run(folder: str):
+        return lambda rank: train(tokenizer, source, **settings, folder=folder)[0]["losses"]
 
     losses = [in_ranks(run(name), 2, tmp_path / f"ranks{name}") for name in ("", "here")]
     assert losses[0] == losses[1]

@@ -260,13 +260,23 @@ class WindowLoader:
         # a window that the Trainer cuts has the totals of what is left of it
         places = islice(batches, None if deal.limit is None else max(deal.limit - start, 0))
         try:
-            while window := list(islice(places, deal.accumulation)):
-                if self.count is not None:
-                    self._attach_totals(window, deal)
+            while window := self._window(places, deal):
                 yield from window
         finally:
             if self.num_workers:  # an error's traceback would keep them, and garbage collection wait for them in vain
                 batches._shutdown_workers()  # type: ignore[attr-defined]
+
+    def _window(self, places: Iterator[Batch], deal: Deal) -> list[Batch]:
+        """The next window's batches, with its totals."""
+        try:
+            window = list(islice(places, deal.accumulation))
+        except (ConnectionError, EOFError) as error:
+            if str(error).startswith("Caught "):  # the source's own, raised again here
+                raise
+            raise RuntimeError(f"DataLoader worker died while a batch was taken from it: {error!r}") from error
+        if window and self.count is not None:
+            self._attach_totals(window, deal)
+        return window
 
     def explain(self, error: BaseException) -> None:
         """Names the batches that were being read where the error says that a worker died."""
