@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 IGNORED_LABEL = -100
 _BLOCK_BYTES = 64 * 2**20
+_PART_BYTES = 4 * 2**20  # of a block, for what is computed class by class: two such temporaries
 _SMALLEST_NORM_PRODUCT = 1e-8
 
 
@@ -78,8 +79,8 @@ def vocabulary_loss(
 ) -> VocabularyLoss:
     """Compute ``mlm_weight · Σ CE + distill_weight · T² · Σ KL(teacher ‖ student)`` in one pass over blocks of rows.
 
-    The same pass computes the gradients. At most a block of scores per model (and one more while distilling) exists at
-    a time, and one waits for the backward. Nothing is differentiated with respect to the teacher. Under autocast the
+    The same pass computes the gradients. At most a block of scores per model exists at a time, and the student's last
+    one waits for the backward. Nothing is differentiated with respect to the teacher. Under autocast the
     matrix products run in autocast's type, as in the plain model; softmaxes, sums and the small weights stay in float32
     (float64 where the scores are float64).
 
@@ -94,8 +95,7 @@ def vocabulary_loss(
             where both models have equally many.
         with_accuracy: also count the rows whose best class is the label.
         block_bytes: size of one block of float32 scores, in bytes; None means 64 MiB, or as much as the weight's
-            gradient takes (with a teacher, half of it) where that is needed and larger: fewer blocks save passes over
-            it.
+            gradient takes where that is needed and larger: fewer blocks save passes over it.
 
     Raises:
         ValueError: shapes do not fit, the teacher is missing, or ``temperature`` or ``num_shared_classes`` is out of
@@ -310,9 +310,7 @@ def _blocks(features: Tensor, row_bytes: int, terms: _Terms, *, needs_weight: bo
     if rows == 0 or not (terms.mlm_weight or terms.distill_weight or terms.with_accuracy):
         return []
     if terms.block_bytes is None:
-        # each further block costs a pass over the weight's gradient; with a teacher three blocks are held at a time
-        fewest = width // (2 if terms.distill_weight else 1) if needs_weight else 1
-        largest = max(_BLOCK_BYTES // row_bytes, fewest, 1)
+        largest = max(_BLOCK_BYTES // row_bytes, width if needs_weight else 1)
     else:
         largest = max(1, terms.block_bytes // row_bytes)
     size = -(-rows // -(-rows // largest))
@@ -408,14 +406,21 @@ def _block_kl(
     ``student`` has column maxima of 0 and is not changed; ``teacher`` is overwritten and holds the returned gradient.
     """
     teacher.sub_(teacher.amax(0))
-    target = torch.mul(teacher, 1 / temperature).exp_()
-    target_normalizer = target.sum(0)
+    rows = max(1, _PART_BYTES // (teacher.dtype.itemsize * max(1, teacher.shape[1])))
+    parts = list(zip(student.split(rows), teacher.split(rows), strict=True))
+    cross, normalizer, target_normalizer = (teacher.new_zeros(teacher.shape[1]) for _ in range(3))
+    for student_part, teacher_part in parts:
+        target = torch.mul(teacher_part, 1 / temperature).exp_()
+        target_normalizer += target.sum(0)
+        cross += torch.sub(teacher_part, student_part).mul_(target).sum(0)
+        normalizer += torch.mul(student_part, 1 / temperature, out=target).exp_().sum(0)
     # KL = Σ p_t (t − s) / T + log Z_s − log Z_t: exactly 0 for equal scores.
-    cross = teacher.sub_(student).mul_(target).sum(0) / (target_normalizer * temperature)
-    softened = torch.mul(student, 1 / temperature, out=teacher).exp_()
-    normalizer = softened.sum(0)
+    cross /= target_normalizer * temperature
     kl = temperature**2 * (cross + normalizer.log() - target_normalizer.log()).sum()
     if gradient_weight is None:
         return kl, None
-    target.mul_(gradient_weight / target_normalizer)
-    return kl, softened.mul_(gradient_weight / normalizer).sub_(target)
+    for student_part, teacher_part in parts:
+        target = torch.mul(teacher_part, 1 / temperature).exp_().mul_(gradient_weight / target_normalizer)
+        torch.mul(student_part, 1 / temperature, out=teacher_part).exp_().mul_(gradient_weight / normalizer)
+        teacher_part.sub_(target)
+    return kl, teacher

@@ -265,7 +265,13 @@ class EncoderModule(lightning.LightningModule):
             ckpt.use_current_settings(self.trainer, self._built_groups)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Seeds the generators in use from (seed, epoch, number of the batch), never from rank or step."""
+        """Seeds the generators in use from (seed, epoch, number of the batch), never from rank or step.
+
+        Frees the last window's gradients first: Lightning would hold them through this one's first forward.
+        """
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            for module in self.trained_modules():
+                module.zero_grad()
         info = batch["info"]
         seed = batch_seed(info["number"], seed=self.config.seed, epoch=info["epoch"])
         torch.default_generator.manual_seed(seed)

@@ -102,18 +102,18 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
     def objective(self, batch: Mapping[str, Any], *, evaluating: bool = False) -> Objective:
         """Mask once, both models on the same masked input, three terms."""
         config, masked = self.config, self.mask(batch)
-        inputs = {**self.inputs(batch), "input_ids": masked.input_ids}
         attended = masked_positions(batch["attention_mask"] != 0, batch["info"]["num_attended"])
         scored, labels = masked.positions, masked.labels
         if config.distill_on == "all":
             scored, labels = attended, masked.dense_labels.flatten()[attended]
 
-        student = self.projection(self.student, inputs, positions=scored)
-        if self.needs_teacher:
+        if self.needs_teacher:  # first: what its forward holds is free again for the student's activations
             with torch.no_grad():
                 at = scored if config.distill_weight else scored[:0]  # the cosine needs no scores
                 inputs = {**self.inputs(batch, of="teacher"), "input_ids": masked.input_ids}
                 teacher = self.teacher_projection(self.frozen_teacher(), inputs, positions=at)
+        inputs = {**self.inputs(batch), "input_ids": masked.input_ids}
+        student = self.projection(self.student, inputs, positions=scored)
         loss = vocabulary_loss(
             student.scored,
             labels=labels,
