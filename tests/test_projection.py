@@ -437,3 +437,22 @@ def test_an_encoder_without_hidden_states_is_refused_with_advice():
     model = WithMLMHead(nn.Sequential(nn.Embedding(VOCAB, 16), nn.Flatten()), hidden_size=16)
     with pytest.raises(TypeError, match="the encoder must return hidden states"):
         model(torch.zeros(2, 8, dtype=torch.int64))
+
+
+def test_a_strategy_that_may_shard_weights_scores_all_places_and_says_so():
+    import lightning
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from foundry_lightning import MLMConfig, MLMLitModule
+    from tests.conftest import tiny_bert
+
+    module = MLMLitModule(tiny_bert(VOCAB), config=MLMConfig(mask_token_id=4))
+    module.prepare()
+    assert isinstance(module.projection, ScoredProjection)
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer._accelerator_connector.strategy = FSDPStrategy()  # it starts on GPUs only
+    module.trainer = trainer
+    with pytest.warns(UserWarning, match="FSDPStrategy may shard weights: all places are scored"):
+        module._fit_to_strategy()
+    assert isinstance(module.projection, PlainProjection)
+    assert "FSDPStrategy" in module.projection.reason

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
@@ -23,7 +24,6 @@ def gradients_of(trainer: MLMTrainer, batches, **kwargs) -> list[torch.Tensor]:
     """The gradient of the bias at each update, and the learning rates."""
     seen: list[torch.Tensor] = []
     rates: list[float] = []
-    from lightning.pytorch.callbacks import Callback
 
     class Watch(Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
@@ -44,6 +44,30 @@ def test_the_gradient_of_a_window_is_that_of_its_rows_as_one_batch():
     expected = torch.full((8,), 0.125)
     expected[5], expected[6] = 0.025, -0.775
     assert torch.allclose(gradient, expected, atol=1e-6)
+
+
+def test_a_window_is_exact_and_clipped_under_float16s_scaler():
+    """The documented window of one and nine tokens; the scaler's own factor is gone before clipping and the update."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    norm = math.sqrt(0.025**2 + 0.775**2 + 6 * 0.125**2)
+    for limit, factor in ((0.0, 1.0), (norm / 2, 0.5)):
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+        trainer = bias_trainer(torch.zeros(8), grad_accumulation_steps=2, max_grad_norm=limit, learning_rate=0.0)
+        seen = []
+
+        def keep(optimizer, args, kwargs, module=trainer.module, seen=seen):
+            seen.append(module.student.bias.grad.clone())
+
+        class Watch(Callback):
+            def on_train_start(self, trainer, module, keep=keep):
+                trainer.optimizers[0].register_step_pre_hook(keep)
+
+        trainer.config.trainer_kwargs = {"precision": None, "plugins": [plugin], "callbacks": [Watch()]}
+        trainer.train(UNEVEN)
+        expected = torch.full((8,), 0.125)
+        expected[5], expected[6] = 0.025, -0.775
+        torch.testing.assert_close(seen[-1], factor * expected, rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("stream", [False, True])
