@@ -13,6 +13,7 @@ from torch import nn
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMLitModule, MLMTrainer
 from foundry_lightning.data.loader import Deal, WindowLoader
+from foundry_lightning.data.pipeline import ReadyBatches
 from tests.conftest import texts, tiny_bert
 from tests.several import Started, in_ranks, wait_for
 
@@ -404,7 +405,17 @@ def test_a_worker_that_is_killed_ends_the_run_with_the_batches_it_read(tokenizer
         return str(error.value)
 
     (text,) = in_ranks(run, 1, tmp_path, seconds=30)
-    assert "the batches [6] of epoch 0" in text
+    assert "the batches 6 (rows 18, 19, 20) of epoch 0" in text
+
+
+@pytest.mark.parametrize("settings", [{}, {"pack": True}, {"group_by_length": True}])
+def test_the_rows_that_a_dead_worker_is_said_to_have_read_are_its_batchs(tokenizer, settings):
+    order = {"seed": 7, "epoch": 2, "shuffle": True}
+    pipe = DataPipeline(texts(20), tokenizer, batch_size=3, max_length=32, **settings)
+    for data in (pipe, ReadyBatches([dict(batch) for batch in DataPipeline(texts(9), tokenizer, batch_size=3)])):
+        batch = data.batch(1, data.order(**order))
+        rows = batch["row_ids"] if batch["row_ids"].dim() == 1 else batch["row_ids"][batch["attention_mask"] != 0]
+        assert sorted(set(data.row_numbers(1, **order))) == rows.unique().tolist()
 
 
 def test_workers_outlive_a_signal_to_the_group_and_leave_the_rest_to_their_rank(tokenizer):

@@ -64,13 +64,14 @@ class _Reading:
         worker = get_worker_info()
         self.numbers[0 if worker is None else worker.id] = number
 
-    def explain(self, error: BaseException, epoch: int) -> None:
-        """Adds the batches that were being read to PyTorch's error of a worker that died."""
+    def explain(self, error: BaseException, epoch: int, rows: Callable[[int], list[int]]) -> None:
+        """Adds the batches that were being read, and their rows, to PyTorch's error of a worker that died."""
         if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
             numbers = sorted(number for number in self.numbers.tolist() if number >= 0)
+            found = ", ".join(f"{number} (rows {', '.join(map(str, rows(number)))})" for number in numbers)
             error.args = (
-                f"a data worker died while the batches {numbers} of epoch {epoch} were being read "
-                f"({str(error).strip()}); look at their rows and at the memory left, or set num_workers=0.",
+                f"a data worker died while the batches {found} of epoch {epoch} were being read "
+                f"({str(error).strip()}); look at these rows and at the memory left, or set num_workers=0.",
             )
 
 
@@ -281,7 +282,9 @@ class WindowLoader:
     def explain(self, error: BaseException) -> None:
         """Names the batches that were being read where the error says that a worker died."""
         if self._reading is not None:
-            self._reading[0].explain(error, self._reading[1])
+            reading, epoch = self._reading
+            order: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "shuffle": self.shuffle}
+            reading.explain(error, epoch, lambda number: self.batches.row_numbers(number, **order))
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: Lightning's progress says where the run stands; without a state it warns of unreliable results."""

@@ -431,6 +431,16 @@ class DataPipeline:
             return self._collate([list(islice(rows, len(group))) for group in groups])
         return self._collate([[row] for row in rows])
 
+    def row_numbers(self, number: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+        """Row numbers of a batch; of a stream with `shuffle_buffer` those of the blocks that it is drawn from."""
+        if self.is_stream:
+            first, stop = number * self.batch_size, (number + 1) * self.batch_size
+            block = self.shuffle_buffer or 1
+            return list(range(first // block * block, -(-stop // block) * block))
+        order = self.order(seed=seed, epoch=epoch, shuffle=shuffle)
+        groups = order.groups(number * self._groups_of_batch, (number + 1) * self._groups_of_batch)
+        return [int(self.table[row]["row_id"]) for group in groups for row in group]
+
     def stream(
         self, *, seed: int, epoch: int, numbers: range, num_ranks: int = 1
     ) -> Iterator[tuple[int, Batch | None]]:
@@ -601,6 +611,11 @@ class ReadyBatches:
     def order(self, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray | None:
         """`[batches]` permutation of this epoch, or None for the list's order."""
         return permutation(len(self.batches), seed=seed, epoch=epoch).numpy() if shuffle else None
+
+    def row_numbers(self, number: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+        """Row numbers of a batch."""
+        batch = self.batch(number, self.order(seed=seed, epoch=epoch, shuffle=shuffle))
+        return [int(row) for row in batch["row_ids"]]
 
     def batch(self, number: int, order: np.ndarray | None) -> Batch:
         """The batch with this number, with `row_ids` `[B]`: rows of all earlier batches of the list plus the index."""
