@@ -325,6 +325,16 @@ def test_nothing_in_a_run_changes_the_teacher(tokenizer):
     assert not any(module.training for module in teacher.modules())
 
 
+def test_the_student_runs_after_the_teacher_so_that_both_use_the_same_memory(tokenizer):
+    student, teacher, order = tiny_bert(len(tokenizer), hidden_size=8), tiny_bert(len(tokenizer), seed=9), []
+    trainer = DistilMLMTrainer(student, teacher, tokenizer, DistilMLMConfig(**QUIET))
+    for name, model in (("student", student), ("teacher", teacher)):
+        model.bert.encoder.register_forward_hook(lambda *_, name=name: order.append(name))
+    pipe = DataPipeline(texts(8), tokenizer, batch_size=4, max_length=32)
+    trainer.train(pipe)
+    assert order[-4:] == ["teacher", "student"] * 2
+
+
 def count_forwards(model) -> list[int]:
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))

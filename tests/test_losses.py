@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from foundry_lightning import losses
 from foundry_lightning.losses import Scored, VocabularyLoss, cosine_loss, mse_loss, vocabulary_loss
 
 
@@ -42,19 +44,23 @@ def leaves(scored: Scored) -> list[Tensor]:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts matrix products and keeps the size of the largest tensor made."""
+    """Counts matrix products and keeps the sizes of the tensors that take memory of their own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
+        self.made: list[int] = []
         self.products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self.numel = max(self.numel, tensor.numel())
+                if tensor.untyped_storage()._cdata not in given:
+                    self.made.append(tensor.numel())
         return output
 
 
@@ -62,7 +68,11 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("mlm_weight", "distill_weight"), [(0.02, 0.05), (0.02, 0.0), (0.0, 0.05), (0.0, 0.0)])
 @pytest.mark.parametrize("block_bytes", [None, 4 * 37 * 4])
-def test_value_and_gradients_equal_the_plain_formula(temperature, bias, mlm_weight, distill_weight, block_bytes):
+def test_value_and_gradients_equal_the_plain_formula(
+    temperature, bias, mlm_weight, distill_weight, block_bytes, monkeypatch
+):
+    if block_bytes is not None:  # then each block is also walked in parts of some classes
+        monkeypatch.setattr(losses, "_PART_BYTES", 4 * 4 * 7)
     student = make_scored(11, 8, 37, bias=bias)
     teacher = make_scored(11, 12, 40, bias=bias, seed=5)
     labels = make_labels(11, 37)
@@ -286,6 +296,15 @@ def test_no_tensor_is_larger_than_a_block_or_the_weight():
             block_bytes=4 * classes * 16,
         ).total.backward()
     assert recorded.numel == classes * 16
+
+
+def test_distilling_holds_one_block_of_scores_for_each_model(monkeypatch):
+    rows, classes = 64, 1000
+    monkeypatch.setattr(losses, "_PART_BYTES", 4 * rows * 10)
+    student, teacher = make_scored(rows, 2, classes), make_scored(rows, 2, classes, seed=5)
+    with Recorder() as recorded:
+        vocabulary_loss(student, labels=make_labels(rows, classes), teacher=teacher, distill_weight=1.0)
+    assert recorded.made.count(rows * classes) == 2
 
 
 def test_a_second_backward_gives_the_same_gradient():

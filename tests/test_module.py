@@ -133,6 +133,26 @@ def test_a_users_own_loader_trains_on_the_mean_of_batch_means():
     assert total[6].item() == pytest.approx(0.125 - 0.5)
 
 
+def test_no_gradient_of_the_last_window_is_held_through_a_windows_first_forward(tokenizer):
+    student, held, after = tiny_bert(len(tokenizer)), [], []
+    student.bert.register_forward_pre_hook(
+        lambda *_: held.append(any(p.grad is not None for p in student.parameters()))
+    )
+
+    class Watch(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            after.append(any(p.grad is not None for p in student.parameters()))
+
+    config = MLMConfig(
+        device="cpu", progress_bar=False, grad_accumulation_steps=2, trainer_kwargs={"callbacks": [Watch()]}
+    )
+    trainer = MLMTrainer(student, tokenizer, config)
+    pipe = DataPipeline(texts(24), tokenizer, batch_size=4, max_length=32)
+    trainer.train(pipe)
+    assert held[-6:] == [False, True] * 3
+    assert after == [True] * 6  # an observer of the update finds it
+
+
 def test_a_batch_with_ready_labels_is_used_as_given(tokenizer):
     student = tiny_bert(len(tokenizer), dropout=0.0)
     ids = torch.tensor([[2, 4, 6, 7, 3]])
