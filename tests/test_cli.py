@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from foundry_lightning import MLMLitModule, from_yaml
 from foundry_lightning.cli import main
@@ -266,6 +267,10 @@ def test_a_shipped_distillation_config_trains_and_compares(project, name):
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     args = []
     if name != "distil_mlm":
+        parts = config["model"]["init_args"]
+        assert parts["teacher"]["init_args"]["path"] == "google-bert/bert-base-multilingual-cased"
+        size = parts["student"]["init_args"]["config"]
+        assert (size["num_hidden_layers"], size["hidden_size"]) == (4, 312)
         student = {**TINY["bert"], "max_position_embeddings": 64}
         args = [f"--model.init_args.student.init_args.config.{k}={v}" for k, v in student.items()]
         args += ["--model.init_args.teacher.init_args.path=runs/mlm/export"]
@@ -284,6 +289,33 @@ def test_a_shipped_distillation_config_trains_and_compares(project, name):
     state = torch.load(f"runs/{config['run_name']}/1/checkpoint.ckpt", weights_only=True)
     assert not [key for key in state["state_dict"] if key.startswith("teacher")]
     assert Path(f"runs/{config['run_name']}/export/model.safetensors").is_file()
+
+
+def test_a_config_distils_the_hidden_states_of_an_encoder(project):
+    assert run("fit", "--config", "tiny.yaml", "--run_name", "mlm", folder=project)[0] == 0
+    build = {"builder": "transformers:AutoModel.from_pretrained"}
+    where = {"pretrained_model_name_or_path": "runs/mlm/export", "add_pooling_layer": False}
+    config = copy.deepcopy(CONFIG)
+    config["run_name"] = "encoder"
+    config["model"] = {
+        "class_path": "foundry_lightning.EncoderDistillLitModule",
+        "init_args": {
+            name: {"class_path": "foundry_lightning.FromBuilder", "init_args": {**build, "kwargs": kwargs}}
+            for name, kwargs in (("student", {**where, "num_hidden_layers": 0}), ("teacher", where))
+        },
+    }
+    config["model"]["init_args"]["config"] = {"learning_rate": 1e-4, "loss": "cosine"}
+    config["data"]["init_args"]["tokenizer"] = "runs/mlm/export"
+    Path("encoder.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    code, out = run("fit", "--config", "encoder.yaml", folder=project)
+    assert code == 0, out
+    losses = [float(row["val/loss"]) for row in metrics("runs/encoder/1/metrics.csv") if row.get("val/loss")]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 1
+    student = AutoModel.from_pretrained("runs/encoder/export")
+    assert len(student.encoder.layer) == 0
+    state = torch.load("runs/encoder/1/checkpoint.ckpt", weights_only=True)
+    assert not [key for key in state["state_dict"] if key.startswith("teacher")]
 
 
 def test_every_shipped_config_is_covered():

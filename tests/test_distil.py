@@ -354,6 +354,15 @@ def test_without_a_weight_on_it_the_teacher_never_runs(tokenizer, tmp_path, as_r
     assert len(done.result["losses"]) == 6
 
 
+def test_without_a_weight_on_the_divergence_the_teacher_scores_nothing(tokenizer):
+    teacher, places = tiny_bert(len(tokenizer), seed=9), []
+    trainer = DistilMLMTrainer(tiny_bert(27), teacher, tokenizer, DistilMLMConfig(**QUIET, distill_weight=0.0))
+    hook = teacher.cls.predictions.transform.register_forward_hook(lambda _, __, out: places.append(out.shape[-2]))
+    trainer.train(DataPipeline(texts(8), tokenizer, batch_size=4, max_length=32))
+    hook.remove()
+    assert places[-2:] == [0, 0]
+
+
 def test_without_the_cosine_there_is_no_projector(tokenizer, tmp_path):
     trainer = run(tokenizer, cosine_weight=0.0).trainer
     assert trainer.module.projector is None
@@ -526,6 +535,17 @@ def test_a_teacher_whose_ids_mean_other_tokens_is_refused_by_token(tokenizer, tm
     teacher = FromPretrained(str(tmp_path)) if as_recipe else AutoModelForMaskedLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"'cat': {vocab['cat']} here and {vocab['sat']} there"):
         DistilMLMTrainer(tiny_bert(len(tokenizer)), teacher, tokenizer, DistilMLMConfig(**QUIET))
+
+
+def test_the_folders_of_both_models_tell_their_ids_where_no_tokenizer_is_given(tokenizer, tmp_path):
+    models = []
+    for name, own in (("student", tokenizer), ("teacher", renumbered(tokenizer))):
+        tiny_bert(len(tokenizer)).save_pretrained(tmp_path / name)
+        own.save_pretrained(tmp_path / name)
+        models.append(AutoModelForMaskedLM.from_pretrained(tmp_path / name))
+    config = DistilMLMConfig(**QUIET, mask_token_id=tokenizer.mask_token_id)
+    with pytest.raises(ValueError, match=r"'cat': \d+ here and \d+ there"):
+        DistilMLMTrainer(*models, None, config)
 
 
 def test_a_teacher_with_the_same_ids_is_accepted(tokenizer, tmp_path):

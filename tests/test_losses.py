@@ -298,6 +298,13 @@ def test_no_tensor_is_larger_than_a_block_or_the_weight():
     assert recorded.numel == classes * 16
 
 
+def test_without_a_size_a_block_takes_64_mib_at_most():
+    student = make_scored(100, 2, 200_000)  # 76 MiB of scores
+    with Recorder() as recorded:
+        vocabulary_loss(student, labels=make_labels(100, 200_000), teacher=student, distill_weight=1.0)
+    assert recorded.numel == 50 * 200_000
+
+
 def test_distilling_holds_one_block_of_scores_for_each_model(monkeypatch):
     rows, classes = 64, 1000
     monkeypatch.setattr(losses, "_PART_BYTES", 4 * rows * 10)

@@ -96,7 +96,7 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
             for name, number in classes.items()
             if number < self.masking.vocab_size
         ]
-        differing = differing_ids(self.tokenizer, teacher)
+        differing = differing_ids(self.tokenizer, student, teacher)
         return problems + ([] if differing is None else [differing])
 
     def objective(self, batch: Mapping[str, Any], *, evaluating: bool = False) -> Objective:

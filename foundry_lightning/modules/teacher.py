@@ -137,14 +137,16 @@ class WithTeacher(EncoderModule):
         return [*super().trained_modules(), *([] if self.projector is None else [self.projector])]
 
 
-def differing_ids(tokenizer: Any, teacher: nn.Module) -> str | None:
-    """How the teacher's own tokenizer, where its folder has one, disagrees with the student's; None: it does not."""
-    folder = Path(str(getattr(getattr(teacher, "config", None), "_name_or_path", "") or ""))
-    if tokenizer is None or not folder.name or not (folder / "tokenizer_config.json").is_file():
-        return None
-    from transformers import AutoTokenizer
+def differing_ids(tokenizer: Any, student: nn.Module, teacher: nn.Module) -> str | None:
+    """How the teacher's own tokenizer, where its folder has one, disagrees with the student's; None: it does not.
 
-    own, others = tokenizer.get_vocab(), AutoTokenizer.from_pretrained(folder).get_vocab()
+    The student's is the given one, else that of its folder.
+    """
+    students = _own_tokenizer(student) if tokenizer is None else tokenizer
+    teachers = _own_tokenizer(teacher)
+    if students is None or teachers is None:
+        return None
+    own, others = students.get_vocab(), teachers.get_vocab()
     differing = sorted(token for token in own if others.get(token) != own[token])
     if not differing:
         return None
@@ -153,3 +155,13 @@ def differing_ids(tokenizer: Any, teacher: nn.Module) -> str | None:
         f"{len(differing)} of {len(own)} tokens have another id in the teacher's tokenizer, such as {token!r}: "
         f"{own[token]} here and {others.get(token, 'none')} there; distil with the teacher's tokenizer."
     )
+
+
+def _own_tokenizer(model: nn.Module) -> Any:
+    """The tokenizer in the folder that the model was loaded from; None: there is none."""
+    folder = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or ""))
+    if not folder.name or not (folder / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
