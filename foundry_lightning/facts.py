@@ -12,7 +12,8 @@ import pyarrow as pa
 import torch
 
 from foundry_lightning.data.order import PAD_TO, grouped_order, packed_rows
-from foundry_lightning.data.pipeline import DataPipeline, ReadyBatches
+from foundry_lightning.data.pipeline import DataPipeline
+from foundry_lightning.data.ready import ReadyBatches
 from foundry_lightning.masking import permutation
 
 _WHOLE = 200_000  # rows up to which all are looked at

@@ -13,7 +13,7 @@ from torch import nn
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMLitModule, MLMTrainer
 from foundry_lightning.data.loader import Deal, WindowLoader
-from foundry_lightning.data.pipeline import ReadyBatches
+from foundry_lightning.data.ready import ReadyBatches
 from tests.conftest import texts, tiny_bert
 from tests.several import Started, in_ranks, wait_for
 
@@ -452,6 +452,8 @@ def test_a_worker_that_dies_while_its_batch_is_taken_is_a_dead_worker_too(tokeni
         raise ConnectionResetError(104, "Connection reset by peer")
         yield
 
-    loader = WindowLoader(DataPipeline(texts(3), tokenizer), deal=Deal)
+    data = DataPipeline(texts(3), tokenizer)
     with pytest.raises(RuntimeError, match="DataLoader worker died"):
-        loader._window(broken(), Deal())
+        WindowLoader(data, deal=Deal, num_workers=1)._window(broken(), Deal())
+    with pytest.raises(ConnectionResetError):  # without workers it is the source's own
+        WindowLoader(data, deal=Deal)._window(broken(), Deal())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from foundry_lightning import DataPipeline
 from foundry_lightning.data.loader import Deal, WindowLoader
-from foundry_lightning.data.pipeline import ReadyBatches
+from foundry_lightning.data.ready import ReadyBatches
 from foundry_lightning.masking import PIECE_SHIFT
 
 LONGEST = 5  # tokens of a row after tokenising

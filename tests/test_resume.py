@@ -30,7 +30,7 @@ from foundry_lightning import (
     MLMTrainer,
 )
 from foundry_lightning.checkpoint import AtomicCheckpointIO
-from foundry_lightning.data import pipeline as pipeline_module
+from foundry_lightning.data.rows import TokenRows
 from tests.conftest import BiasStudent, texts, tiny_bert
 
 ROWS = texts(20)  # in batches of 4: 5 batches
@@ -564,13 +564,13 @@ def test_a_resumed_stream_tokenises_nothing_before_its_block(tokenizer, tmp_path
 
     settings = {"total_steps": 20, "grad_accumulation_steps": 2}
     tokenised = []
-    original = pipeline_module.TokenRows.__call__
+    original = TokenRows.__call__
 
     def counted(self, items, row_ids):
         tokenised.extend(row_ids)
         return original(self, items, row_ids)
 
-    monkeypatch.setattr(pipeline_module.TokenRows, "__call__", counted)
+    monkeypatch.setattr(TokenRows, "__call__", counted)
     whole = run(tokenizer, pipe(), folder=tmp_path, at=(37,), **settings)
     assert sorted(tokenised) == sorted(set(tokenised))
     tokenised.clear()

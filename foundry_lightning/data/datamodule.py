@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 from foundry_lightning.checkpoint import changes
 from foundry_lightning.config import SEED_END, Checks, problems_to_error
 from foundry_lightning.data.loader import Deal, WindowLoader
-from foundry_lightning.data.pipeline import Batch, DataPipeline, ReadyBatches, as_batches
+from foundry_lightning.data.pipeline import DataPipeline
+from foundry_lightning.data.ready import ReadyBatches, looks_ready
+from foundry_lightning.data.rows import Batch
 from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 
@@ -81,10 +83,10 @@ class MLMDataModule(lightning.LightningDataModule):
             "text_column": text_column,
             "split_txt": split_txt,
         }
-        self.train = None if train is None else as_batches(train, shuffle_buffer=shuffle_buffer, **self._settings)
+        self.train = None if train is None else _as_batches(train, shuffle_buffer=shuffle_buffer, **self._settings)
         if val is None and isinstance(train, str) and train in ("python-docs", "python-docs-wide"):
             val = f"{train}:val"
-        self.val = None if val is None else as_batches(val, **self._settings)
+        self.val = None if val is None else _as_batches(val, **self._settings)
         self.predict = predict
         self._tokenizer_spec = tokenizer
         self.tokenizer: Any = None
@@ -292,6 +294,15 @@ class MLMDataModule(lightning.LightningDataModule):
             raise ValueError(
                 f"checkpoint does not fit the data: {'; '.join(changed)}. Restore these, or start a new run."
             )
+
+
+def _as_batches(data: Any, **pipeline_settings: Any) -> DataPipeline | ReadyBatches:
+    """A pipeline as it is; a list of ready batches; anything else as the source of a `DataPipeline`."""
+    if isinstance(data, (DataPipeline, ReadyBatches)):
+        return data
+    if isinstance(data, (list, tuple)) and data and looks_ready(data[0]):
+        return ReadyBatches(data)
+    return DataPipeline(data, **pipeline_settings)
 
 
 __all__ = ["Batch", "MLMDataModule"]

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data import Dataset as MapDataset
 
-from foundry_lightning.data.pipeline import Batch, DataPipeline, ReadyBatches
+from foundry_lightning.data.pipeline import DataPipeline
+from foundry_lightning.data.ready import ReadyBatches
+from foundry_lightning.data.rows import Batch
 
 Count = Callable[[Batch, dict[str, Any]], dict[str, int]]  # (batch, its info) -> what losses are divided by
 
@@ -272,7 +274,7 @@ class WindowLoader:
         try:
             window = list(islice(places, deal.accumulation))
         except (ConnectionError, EOFError) as error:
-            if str(error).startswith("Caught "):  # the source's own, raised again here
+            if not self.num_workers or str(error).startswith("Caught "):  # the source's own
                 raise
             raise RuntimeError(f"DataLoader worker died while a batch was taken from it: {error!r}") from error
         if window and self.count is not None:

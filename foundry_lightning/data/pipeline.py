@@ -1,14 +1,13 @@
-"""From texts to batches of token ids: the embed-mode `DataPipeline`, and lists of ready batches in its place."""
+"""From texts to batches of token ids: the embed-mode `DataPipeline`."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,124 +25,12 @@ from torch import Tensor
 from foundry_lightning.config import SEED_END, Checks, problems_to_error
 from foundry_lightning.data.corpus import cache_dir
 from foundry_lightning.data.order import PAD_TO, Order, Plan, batches_of_tokens, grouped_order, packed_rows, plain_order
+from foundry_lightning.data.rows import Batch, TokenRows
 from foundry_lightning.data.sources import Source, open_source
-from foundry_lightning.masking import PIECE_SHIFT, permutation
+from foundry_lightning.masking import permutation
 from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
 
-Batch = dict[str, Any]
-_CHUNK = 1000  # texts that are tokenised in one call
 _GROUPED = 64  # batches over which rows of like lengths are gathered
-
-
-class TokenRows:
-    """Tokenises texts into rows `[S]` of at most `max_length` ids, special tokens included.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer; None where the source holds ids.
-        max_length: Longest row.
-        long_rows: `truncate` cuts a longer text, `split` makes several rows of it.
-        word_ids: Whether rows carry the word of each token.
-        num_ids: Ready ids must lie below it, where it is known.
-    """
-
-    def __init__(
-        self, tokenizer: Any, *, max_length: int, long_rows: str, word_ids: bool, num_ids: int | None = None
-    ) -> None:
-        self.tokenizer, self.max_length, self.word_ids, self.num_ids = tokenizer, max_length, word_ids, num_ids
-        self.splits = long_rows == "split"
-
-    @cached_property
-    def _backend(self) -> Any:
-        """A copy of the fast tokenizer's engine that truncates; the user's own tokenizer is not changed."""
-        from tokenizers import Tokenizer
-
-        backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
-        backend.no_padding()
-        backend.enable_truncation(self.max_length)
-        return backend
-
-    def __call__(self, items: Sequence[Any], row_ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Rows of the given texts (or ready ids) with these row numbers."""
-        if items and not isinstance(items[0], str):
-            return [row for ids, n in zip(items, row_ids, strict=True) for row in self._ready(ids, n)]
-        if self.tokenizer is None:
-            raise ValueError("DataPipeline: tokenizer must be given for a source of texts, got None; pass one.")
-        self._require_room()
-        if getattr(self.tokenizer, "is_fast", False):
-            return [
-                self._row(piece.ids, piece.word_ids if self.word_ids else None, n, 0)
-                for n, piece in self._pieces(items, row_ids)
-            ]
-        if self.word_ids or self.splits:
-            raise ValueError(
-                f"{type(self.tokenizer).__name__} is not a fast tokenizer; masking='whole_word' and "
-                "long_rows='split' need one, use masking='token' and long_rows='truncate'."
-            )
-        ids = self.tokenizer(list(items), truncation=True, max_length=self.max_length)["input_ids"]
-        return [self._row(row, None, n, 0) for row, n in zip(ids, row_ids, strict=True)]
-
-    def untruncated_lengths(self, items: Sequence[str]) -> np.ndarray:
-        """`[items]` tokens of each text, special ones included, whatever `max_length`."""
-        from tokenizers import Tokenizer
-
-        backend = Tokenizer.from_str(self._backend.to_str())
-        backend.no_truncation()
-        return np.array([len(encoding) for encoding in backend.encode_batch_fast(list(items))])
-
-    def _require_room(self) -> None:
-        added = self.tokenizer.num_special_tokens_to_add()
-        if self.max_length <= added:
-            raise ValueError(
-                f"max_length must leave room beside the {added} special tokens of a row, got {self.max_length}; "
-                "raise it."
-            )
-
-    def _pieces(self, items: Sequence[str], row_ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """(row number, encoding) of each row; what no one asks for, offsets in the text, is not computed."""
-        encode = self._backend.encode_batch if self.word_ids else self._backend.encode_batch_fast
-        for encoding, n in zip(encode(list(items)), row_ids, strict=True):
-            yield n, encoding
-            if self.splits:
-                yield from ((n + (p << PIECE_SHIFT), piece) for p, piece in enumerate(encoding.overflowing, start=1))
-
-    def _ready(self, ids: Any, row: int) -> Iterator[dict[str, Any]]:
-        if self.word_ids:
-            raise ValueError("masking='whole_word' needs texts and a fast tokenizer; ready ids have no words.")
-        if self.num_ids is not None and len(ids) and ids.max() >= self.num_ids:
-            raise ValueError(
-                f"row {row} holds the token id {ids.max()}, the model embeds ids below {self.num_ids}; "
-                "use the tokenizer that belongs to the model."
-            )
-        for piece, start in enumerate(range(0, max(len(ids), 1), self.max_length)):
-            if piece == 0 or self.splits:
-                yield self._row(ids[start : start + self.max_length], None, row, piece)
-
-    def _row(self, ids: Any, words: Any, row: int, piece: int) -> dict[str, Any]:
-        result = {"input_ids": np.asarray(ids, dtype=np.int32), "row_id": row + (piece << PIECE_SHIFT)}
-        if words is not None:
-            result["word_ids"] = np.asarray([-1 if w is None else w for w in words], dtype=np.int32)
-        return result
-
-    def chunks(self, source: Source) -> Iterator[list[dict[str, Any]]]:
-        """All rows of a source, some at a time."""
-        return (self(items, row_ids) for row_ids, items in _numbered(source))
-
-    def tables(self, source: Source) -> Iterator[pa.Table]:
-        """All rows of a source as Arrow tables with the columns `input_ids`, `row_id` and, for whole words, `word_ids`.
-
-        A fast tokenizer's ids go from its encodings into one array, without an object for each row.
-        """
-        for row_ids, items in _numbered(source):
-            if self.word_ids or not isinstance(items[0], str) or not getattr(self.tokenizer, "is_fast", False):
-                yield _to_arrow(self(items, row_ids))
-                continue
-            self._require_room()
-            numbers, encodings = zip(*self._pieces(items, row_ids), strict=True)
-            ids = [encoding.ids for encoding in encodings]
-            ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)))
-            values = np.fromiter(chain.from_iterable(ids), np.int32, int(ends[-1]))
-            lists = pa.LargeListArray.from_arrays(np.concatenate([[0], ends]), pa.array(values))
-            yield pa.table({"row_id": pa.array(numbers, pa.int64()), "input_ids": lists})
 
 
 class DataPipeline:
@@ -543,162 +430,3 @@ class DataPipeline:
             yield {
                 name: batch[name] for name in ("input_ids", "attention_mask", *(("row_ids", "text_ids") * self.pack))
             }
-
-
-class ReadyBatches:
-    """A list of batches that the user made: dicts with `input_ids`, or arrays of ids, `(B, S)` or `(S,)`.
-
-    Args:
-        batches: numpy or torch arrays or (nested) lists; dicts may hold `attention_mask` and `labels` beside.
-
-    Raises:
-        ValueError: an empty list, or a batch of a shape, type or key that does not fit.
-    """
-
-    is_stream = False
-    tokenizer = None
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        if len(batches) == 0:
-            raise ValueError("dataset is an empty list of batches; give at least one batch.")
-        self.batches = [_ready_batch(batch, n) for n, batch in enumerate(batches)]
-        sizes = [len(batch["input_ids"]) for batch in self.batches]
-        self._first_rows = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        self.max_length = max(batch["input_ids"].shape[1] for batch in self.batches)
-        self.num_rows = sum(sizes)
-
-    def bind(self, *, tokenizer: Any, word_ids: bool, pad_token_id: int) -> None:
-        """Derives missing attention masks from the padding id.
-
-        Raises:
-            ValueError: words are needed.
-        """
-        if word_ids:
-            raise ValueError("masking='whole_word' needs texts and a fast tokenizer; ready batches have no words.")
-        for batch in self.batches:
-            if "attention_mask" not in batch:
-                batch["attention_mask"] = (batch["input_ids"] != pad_token_id).long()
-
-    def prepare(self) -> None:
-        """Nothing to do: the batches are here."""
-
-    def fingerprint(self) -> str:
-        """Stable name of the content."""
-        digest = hashlib.sha256()
-        for batch in self.batches:
-            for name, values in batch.items():
-                digest.update(f"{name}{tuple(values.shape)}".encode())
-                digest.update(values.numpy().tobytes())
-        return digest.hexdigest()
-
-    def source_problems(self) -> list[str]:
-        """Nothing: the batches were checked when they came."""
-        return []
-
-    def largest_id(self) -> int:
-        """The largest token id."""
-        return max(int(batch["input_ids"].max()) for batch in self.batches)
-
-    def largest_label(self) -> int:
-        """The largest id that can be scored: a label, or where a batch has none an attended token."""
-        scored = (batch.get("labels", batch["input_ids"] * batch["attention_mask"]) for batch in self.batches)
-        return max(int(values.max()) for values in scored)
-
-    def num_batches(self) -> int:
-        """Number of batches."""
-        return len(self.batches)
-
-    def order(self, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray | None:
-        """`[batches]` permutation of this epoch, or None for the list's order."""
-        return permutation(len(self.batches), seed=seed, epoch=epoch).numpy() if shuffle else None
-
-    def row_numbers(self, number: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-        """Row numbers of a batch."""
-        batch = self.batch(number, self.order(seed=seed, epoch=epoch, shuffle=shuffle))
-        return [int(row) for row in batch["row_ids"]]
-
-    def batch(self, number: int, order: np.ndarray | None) -> Batch:
-        """The batch with this number, with `row_ids` `[B]`: rows of all earlier batches of the list plus the index."""
-        index = number if order is None else int(order[number])
-        batch = dict(self.batches[index])
-        batch["row_ids"] = torch.arange(len(batch["input_ids"])) + int(self._first_rows[index])
-        return batch
-
-
-def as_batches(data: Any, **pipeline_settings: Any) -> DataPipeline | ReadyBatches:
-    """A pipeline as it is; a list of ready batches; anything else as the source of a `DataPipeline`."""
-    if isinstance(data, (DataPipeline, ReadyBatches)):
-        return data
-    if isinstance(data, (list, tuple)) and data and _looks_ready(data[0]):
-        return ReadyBatches(data)
-    return DataPipeline(data, **pipeline_settings)
-
-
-def _looks_ready(item: Any) -> bool:
-    if isinstance(item, Mapping):
-        ids = item.get("input_ids")
-        return ids is not None and (hasattr(ids, "shape") or _is_nested(ids))
-    return hasattr(item, "shape") or _is_nested(item)
-
-
-def _is_nested(item: Any) -> bool:
-    return isinstance(item, (list, tuple)) and len(item) > 0 and isinstance(item[0], (list, tuple, int, np.integer))
-
-
-def _ready_batch(batch: Any, number: int) -> Batch:
-    where = f"dataset[{number}]"
-    entries = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-    if entries.get("input_ids") is None:
-        keys = sorted(str(name) for name, value in entries.items() if value is not None)
-        raise ValueError(f"{where} must hold 'input_ids', got the keys {keys}; give token ids.")
-    result: Batch = {}
-    for name in ("input_ids", "attention_mask", "labels"):
-        if entries.get(name) is None:
-            continue
-        try:
-            tensor = torch.as_tensor(
-                np.asarray(entries[name]) if not isinstance(entries[name], Tensor) else entries[name]
-            )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}[{name!r}] must be a rectangular array of integers ({error}).") from error
-        if tensor.dim() == 1:
-            tensor = tensor.unsqueeze(0)
-        if tensor.dim() != 2 or tensor.numel() == 0:
-            raise ValueError(f"{where}[{name!r}] must have the shape (B, S) or (S,), got {tuple(tensor.shape)}.")
-        is_bool = tensor.dtype == torch.bool and name != "attention_mask"
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex or is_bool:
-            raise ValueError(f"{where}[{name!r}] must hold integers, got {tensor.dtype}.")
-        result[name] = tensor.to(device="cpu", dtype=torch.int64).clone()
-        if tensor.shape != result["input_ids"].shape:
-            raise ValueError(
-                f"{where}[{name!r}] must have the shape of input_ids, got {tuple(tensor.shape)} and "
-                f"{tuple(result['input_ids'].shape)}."
-            )
-    if int(result["input_ids"].min()) < 0:
-        raise ValueError(f"{where}['input_ids'] must not hold negative ids, got {int(result['input_ids'].min())}.")
-    attended, labels = result.get("attention_mask"), result.get("labels")
-    if attended is not None and not ((attended == 0) | (attended == 1)).all():
-        wrong = attended[(attended != 0) & (attended != 1)][0]
-        raise ValueError(f"{where}['attention_mask'] must hold 0 and 1, got {int(wrong)}; 1 is an attended token.")
-    if labels is not None and ((labels < 0) & (labels != -100)).any():
-        wrong = labels[(labels < 0) & (labels != -100)][0]
-        raise ValueError(f"{where}['labels'] must hold token ids, or -100 where none is scored, got {int(wrong)}.")
-    return result
-
-
-def _numbered(source: Source) -> Iterator[tuple[tuple[int, ...], tuple[Any, ...]]]:
-    """(row numbers, rows) of a source, some at a time."""
-    numbered = enumerate(source.rows())
-    while chunk := list(islice(numbered, _CHUNK)):
-        row_ids, items = zip(*chunk, strict=True)
-        yield row_ids, items
-
-
-def _to_arrow(rows: list[dict[str, Any]]) -> pa.Table:
-    columns: dict[str, pa.Array] = {"row_id": pa.array([row["row_id"] for row in rows], pa.int64())}
-    for name in rows[0]:
-        if name != "row_id":
-            values = np.concatenate([row[name] for row in rows])
-            offsets = np.concatenate([[0], np.cumsum([len(row[name]) for row in rows])])
-            columns[name] = pa.LargeListArray.from_arrays(offsets.astype(np.int64), pa.array(values, pa.int32()))
-    return pa.table(columns)

@@ -18,7 +18,8 @@ from tests.benchmarks import throughput
 from tests.benchmarks._rounds import Figures, in_turn, table, write
 
 WARM, STEPS = 1, 3
-VOCABULARY, BATCH, LENGTH = 119_547, 16, 128
+VOCABULARY = 119_547
+BATCH, LENGTH = throughput.BATCH, throughput.LENGTH
 
 
 def models() -> tuple[Any, Any]:
@@ -43,37 +44,12 @@ def rows(*, mixed: bool) -> list[list[int]]:
     return [[101, *generator.integers(1000, VOCABULARY, LENGTH - 2).tolist(), 102] for _ in range(BATCH * 8)]
 
 
-def padded(*, mixed: bool) -> list[dict[str, Any]]:
-    import numpy as np
-
-    batches, all_rows = [], rows(mixed=mixed)
-    for start in range(0, BATCH * (WARM + STEPS), BATCH):
-        ids = np.zeros((BATCH, LENGTH), dtype=np.int64)
-        for n, row in enumerate(all_rows[start : start + BATCH]):
-            ids[n, : len(row)] = row
-        batches.append({"input_ids": ids, "attention_mask": (ids != 0).astype(np.int64)})
-    return batches
-
-
 def ours(*, mixed: bool) -> Figures:
-    import lightning
-
     from foundry_lightning import DataPipeline, DistilMLMConfig, DistilMLMTrainer
 
     student, teacher = models()
     clock = throughput.Clock(student, WARM)
-
-    class Watch(lightning.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            clock.step(batch["info"]["num_attended"])
-
-    config = DistilMLMConfig(
-        mask_token_id=103,
-        special_token_ids=(101, 102),
-        device="cpu",
-        progress_bar=False,
-        trainer_kwargs={"callbacks": [Watch()]},
-    )
+    config = DistilMLMConfig(**throughput.OURS, trainer_kwargs={"callbacks": [clock.callback()]})
     pipe = DataPipeline(rows(mixed=mixed), batch_size=BATCH, max_length=LENGTH, pack=mixed)
     DistilMLMTrainer(student, teacher, config=config).train(pipe, total_steps=WARM + STEPS)
     return clock.figures()
@@ -89,7 +65,7 @@ def plain(*, mixed: bool) -> Figures:
     projector = torch.nn.Linear(312, 768, bias=False)
     optimizer = torch.optim.AdamW([*student.parameters(), *projector.parameters()], lr=5e-5)
     clock = throughput.Clock(student, WARM)
-    for number, batch in enumerate(padded(mixed=mixed)):
+    for number, batch in enumerate(throughput.padded(rows(mixed=mixed), number=WARM + STEPS)):
         ids, attended = (torch.from_numpy(batch[name]) for name in ("input_ids", "attention_mask"))
         chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(number)) < 0.15
         masked = chosen & (attended != 0)
@@ -116,7 +92,7 @@ def olaverse_foundry(*, mixed: bool) -> Figures:
     from foundry.training.distil_mlm import DistilMLMConfig, DistilMLMTrainer
 
     student, teacher = models()
-    batches = padded(mixed=mixed)
+    batches = throughput.padded(rows(mixed=mixed), number=WARM + STEPS)
     clock, sizes = throughput.Clock(student, WARM), iter(int(batch["attention_mask"].sum()) for batch in batches)
     config = DistilMLMConfig(mask_token_id=103, vocab_size=VOCABULARY, device="cpu", log_every=1)
     trainer = DistilMLMTrainer(student, teacher, None, config)

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from tests.benchmarks._rounds import write
-from tests.benchmarks.throughput import BATCH, LENGTH, VOCABULARY, model, rows
+from tests.benchmarks.throughput import BATCH, LENGTH, OURS, VOCABULARY, model, rows
 
 WARM, STEPS = 2, 8
 
@@ -53,13 +53,7 @@ def ours(student: Any) -> list[float]:
         def on_train_batch_end(self, *args):
             ends.append(time.perf_counter())
 
-    config = MLMConfig(
-        mask_token_id=103,
-        special_token_ids=(101, 102),
-        device="cpu",
-        progress_bar=False,
-        trainer_kwargs={"callbacks": [Watch()]},
-    )
+    config = MLMConfig(**OURS, trainer_kwargs={"callbacks": [Watch()]})
     pipe = DataPipeline(rows(), batch_size=BATCH, max_length=LENGTH, pack=True)
     MLMTrainer(student, config=config).train(pipe, total_steps=WARM + STEPS)
     return [b - a for a, b in zip(ends[WARM - 1 :], ends[WARM:], strict=False)]

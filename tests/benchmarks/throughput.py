@@ -19,6 +19,7 @@ from tests.benchmarks._rounds import Figures, hold_state, in_turn, matmul_rate, 
 
 WARM, STEPS = 2, 8
 VOCABULARY, BATCH, LENGTH = 30_522, 16, 128
+OURS = {"mask_token_id": 103, "special_token_ids": (101, 102), "device": "cpu", "progress_bar": False}
 LAYERS, WIDTH, INNER, MASKED = 6, 384, 1152, 0.15
 
 
@@ -40,6 +41,19 @@ def rows() -> list[list[int]]:
     return [[101, *generator.integers(1000, VOCABULARY, n - 2).tolist(), 102] for n in lengths]
 
 
+def padded(all_rows: list[list[int]], *, number: int) -> list[dict[str, Any]]:
+    """The first batches of these rows, padded to `LENGTH`."""
+    import numpy as np
+
+    batches = []
+    for start in range(0, BATCH * number, BATCH):
+        ids = np.zeros((BATCH, LENGTH), dtype=np.int64)
+        for n, row in enumerate(all_rows[start : start + BATCH]):
+            ids[n, : len(row)] = row
+        batches.append({"input_ids": ids, "attention_mask": (ids != 0).astype(np.int64)})
+    return batches
+
+
 def useful_flops_a_token() -> float:
     """Forward and backward: 6 for each weight a token meets, 12 · length · width for attention within its text."""
     lengths = [len(row) for row in rows()]
@@ -57,6 +71,12 @@ class Clock:
         self.steps = self.tokens = 0
         self.began = self.ended = 0.0
         self.before = peak_mib()
+
+    def callback(self) -> Any:
+        """Steps at each batch of a Lightning run of ours."""
+        from lightning.pytorch.callbacks import LambdaCallback
+
+        return LambdaCallback(on_train_batch_end=lambda *seen: self.step(seen[3]["info"]["num_attended"]))
 
     def step(self, tokens: int) -> None:
         self.steps += 1
@@ -78,40 +98,21 @@ class Clock:
 
 
 def ours(**settings: Any) -> Figures:
-    import lightning
-
     from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
 
     student = model()
     clock = Clock(student)
-
-    class Watch(lightning.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            clock.step(batch["info"]["num_attended"])
-
-    config = MLMConfig(
-        mask_token_id=103,
-        special_token_ids=(101, 102),
-        device="cpu",
-        progress_bar=False,
-        compile=settings.pop("compile", False),
-        trainer_kwargs={"callbacks": [Watch()]},
-    )
+    compiled = settings.pop("compile", False)
+    config = MLMConfig(**OURS, compile=compiled, trainer_kwargs={"callbacks": [clock.callback()]})
     pipe = DataPipeline(rows(), batch_size=BATCH, max_length=LENGTH, **settings)
     MLMTrainer(student, config=config).train(pipe, shuffle=True, total_steps=WARM + STEPS)
     return clock.with_share()
 
 
 def olaverse_foundry() -> Figures:
-    import numpy as np
     from foundry.training.mlm import MLMConfig, MLMTrainer
 
-    batches, all_rows = [], rows()
-    for start in range(0, BATCH * (WARM + STEPS), BATCH):
-        ids = np.zeros((BATCH, LENGTH), dtype=np.int64)
-        for n, row in enumerate(all_rows[start : start + BATCH]):
-            ids[n, : len(row)] = row
-        batches.append({"input_ids": ids, "attention_mask": (ids != 0).astype(np.int64)})
+    batches = padded(rows(), number=WARM + STEPS)
     student = model()
     clock, sizes = Clock(student), iter(int(batch["attention_mask"].sum()) for batch in batches)
     config = MLMConfig(mask_token_id=103, vocab_size=VOCABULARY, device="cpu", log_every=1)
