@@ -2,6 +2,6 @@
 
 import sys
 
-from foundry_lightning.cli import main
+from foundry_lightning.commands import main
 
 sys.exit(main())

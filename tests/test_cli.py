@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from foundry_lightning import MLMLitModule, from_yaml
-from foundry_lightning.cli import main
+from foundry_lightning.commands import main
 from tests.conftest import texts
 from tests.several import Started
 

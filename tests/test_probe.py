@@ -12,7 +12,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 from transformers import BertConfig, BertForMaskedLM
 
-from foundry_lightning.cli import main
+from foundry_lightning.commands import main
 from foundry_lightning.probe import FineTuning, probe
 from foundry_lightning.probe.labelled import read_labelled
 

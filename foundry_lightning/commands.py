@@ -1,0 +1,213 @@
+"""The commands: those of the loops go to `FoundryCLI`, the others are functions whose parameters are their options."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from transformers.utils import logging as transformers_logging
+
+from foundry_lightning.checkpoint import checkpoint_file, read_checkpoint
+from foundry_lightning.cli import LOOPS, FoundryCLI, from_yaml
+from foundry_lightning.export import export_onnx, export_student, load_student_weights
+
+_OVERVIEW = """\
+foundry-lightning: pretrain your own encoder from raw text, or distil one from a teacher.
+
+  foundry-lightning fit --config configs/mlm.yaml        train; writes runs/mlm/1/ and runs/mlm/export/
+  foundry-lightning validate --config configs/mlm.yaml   evaluate the newest checkpoint of that run
+  foundry-lightning predict --config configs/mlm.yaml --data.predict '["a list of [MASK]"]'   fill blanks
+  foundry-lightning tokenizer --source 'data/*.txt' --vocab-size 8000 --out my-tokenizer      train a tokenizer
+  foundry-lightning export --config configs/mlm.yaml --ckpt runs/mlm/1 --out my-model         export a checkpoint
+  foundry-lightning probe my-model --task ner --train ner.txt    compare encoders on labelled data
+
+Each command has --help. --debug before a command shows the full traceback of an error.
+"""
+
+
+def train_tokenizer_command(
+    source: str,
+    out: str,
+    vocab_size: int = 8000,
+    kind: str = "wordpiece",
+    lowercase: bool = True,
+    min_frequency: int = 2,
+    text_column: str = "text",
+) -> None:
+    """Trains a tokenizer on texts and writes a folder that AutoTokenizer loads.
+
+    Example: foundry-lightning tokenizer --source 'data/*.txt' --vocab-size 8000 --out my-tokenizer
+
+    Args:
+        source: A file or glob (.txt, .jsonl, .gz, .zst, .parquet), or an embedded corpus (python-docs).
+        out: The folder to write.
+        vocab_size: Number of tokens, special ones included.
+        kind: wordpiece, bpe or unigram.
+        lowercase: Whether text is lower-cased.
+        min_frequency: Least number of times a token must occur.
+        text_column: Column of the text in .jsonl and .parquet.
+    """
+    from foundry_lightning.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(
+        source,
+        vocab_size=vocab_size,
+        kind=kind,
+        lowercase=lowercase,
+        min_frequency=min_frequency,
+        text_column=text_column,
+    )
+    tokenizer.save_pretrained(out)
+    print(f"{len(tokenizer)} tokens written to {out}")
+
+
+def export_command(ckpt: str, out: str, config: str | None = None, onnx: bool = False) -> None:
+    """Writes the student of a checkpoint as a folder that AutoModelForMaskedLM loads.
+
+    Example: foundry-lightning export --ckpt runs/mlm/1 --out my-model
+
+    Args:
+        ckpt: A .ckpt file, or the folder of a run.
+        out: The folder to write.
+        config: The run's config; by default the config.yaml beside the checkpoint.
+        onnx: Whether the base is written as model.onnx too (needs the extra `onnx`).
+    """
+    file = checkpoint_file(ckpt)
+    state = read_checkpoint(file)
+    config_file = Path(config) if config is not None else file.parent / "config.yaml"
+    _, module, data = from_yaml(config_file)
+    data.prepare_data()
+    if module.tokenizer is None:
+        module.tokenizer = data.tokenizer
+    student = module.build_student()
+    load_student_weights(student, state)
+    facts = {"updates": state["global_step"]}
+    print(f"exported: {export_student(student, out, tokenizer=module.tokenizer, facts=facts)}")
+    if onnx:
+        print(f"exported: {export_onnx(out)}")
+
+
+def probe_command(
+    models: list[str],
+    task: str,
+    train: str,
+    test: str | None = None,
+    how: str = "linear",
+    seeds: int = 3,
+    max_length: int | None = None,
+    columns: tuple[str, str] | None = None,
+    fields: tuple[int, int] | None = None,
+    epochs: int = 3,
+    batch_size: int = 32,
+    learning_rate: float = 1e-4,
+    device: str = "auto",
+    json: str | None = None,
+) -> None:
+    """Compares encoders on labelled data, beside random weights and a word lookup or bag of words.
+
+    Example: foundry-lightning probe my-model other-model --task ner --train train.txt --test test.txt --how both
+
+    Args:
+        models: Folders or names that AutoModel and AutoTokenizer load.
+        task: ner (scored in entities), pos (any tags, by words) or classify (texts).
+        train: A CoNLL file, a .jsonl file, or a folder of Dataset.save_to_disk.
+        test: The same, scored; without it each seed holds out a fifth of train.
+        how: linear (logistic regression on frozen states), finetune, or both.
+        seeds: Number of seeds.
+        max_length: Tokens of a row.
+        columns: Names of input and label in .jsonl and datasets.
+        fields: Numbers of word and tag in a line of a CoNLL file.
+        epochs: Of fine-tuning.
+        batch_size: Of fine-tuning.
+        learning_rate: Peak rate of fine-tuning.
+        device: auto, cpu or cuda.
+        json: A file that gets all figures.
+    """
+    from rich.console import Console
+
+    from foundry_lightning.probe import FineTuning, probe
+
+    found = probe(
+        models,
+        task=task,
+        train=train,
+        test=test,
+        how=how,
+        seeds=seeds,
+        max_length=max_length,
+        columns=columns,
+        fields=fields,
+        fine_tuning=FineTuning(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate),
+        device=device,
+    )
+    Console().print(found.table())
+    if json is not None:
+        Path(json).write_text(found.to_json())
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "tokenizer": train_tokenizer_command,
+    "export": export_command,
+    "probe": probe_command,
+}
+
+
+def _quiet() -> None:
+    """Leaves out what Lightning says of itself at each start; warnings of this package and errors stay."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")
+    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training")  # a teacher always is
+    # meant so: EncoderModule looks at every batch, ours and a user's own
+    warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs a command; an error of the input is printed in a sentence, exit code 2."""
+    args = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_OVERVIEW)
+        return 0
+    if not debug:
+        _quiet()
+    try:
+        if args[0] in _COMMANDS:
+            from jsonargparse import auto_cli
+
+            command = _COMMANDS[args[0]]
+            options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), arg) for arg in args[1:]]
+            models = list(takewhile(lambda option: not option.startswith("-"), options))
+            if args[0] == "probe" and models:
+                options = [f"--models={jsonlib.dumps(models)}", *options[len(models) :]]
+            auto_cli(command, args=options, prog=f"foundry-lightning {args[0]}", as_positional=False)
+        elif args[0] not in LOOPS:
+            names = [*LOOPS, *_COMMANDS]
+            close = get_close_matches(args[0], names, n=1)
+            raise ValueError(
+                f"unknown command {args[0]!r}; "
+                + (f"did you mean {close[0]}?" if close else f"the commands are {', '.join(names)}.")
+            )
+        else:
+            sys.argv = ["foundry-lightning", *args]
+            FoundryCLI()
+    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, OSError, MisconfigurationException) as error:
+        if debug:
+            raise
+        print(f"foundry-lightning: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
