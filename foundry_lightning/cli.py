@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import re
 import shutil
 from argparse import ArgumentError
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import lightning
+from jsonargparse import DefaultHelpFormatter
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
@@ -23,8 +23,25 @@ from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, lo
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student
 from foundry_lightning.modules.base import EncoderModule
+from foundry_lightning.parsing import explain
 
-LOOPS = ("fit", "validate", "test", "predict")
+_RUN = "foundry-lightning {} --config configs/mlm.yaml"
+LOOPS = {  # command -> what its --help says
+    "fit": (
+        "Trains; writes runs/RUN_NAME/1, 2, … and runs/RUN_NAME/export.",
+        f"{_RUN} --run_name mine --data.init_args.train 'data/*.txt' --trainer.max_steps 2000",
+    ),
+    "validate": ("Evaluates the newest checkpoint of a run on its validation data.", _RUN),
+    "test": ("The same as validate.", f"{_RUN} --ckpt_path runs/mlm/1"),
+    "predict": (
+        "Fills the blanks of texts with the newest checkpoint of a run.",
+        _RUN + """ --data.init_args.predict '["return the [MASK] of the list"]'""",
+    ),
+}
+
+
+class Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Leaves the lines of a description, an example among them, as they are."""
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -40,6 +57,15 @@ class _SaveConfig(SaveConfigCallback):
                 config.ckpt_path = None
             self.parser.save(config, str(folder / "config.yaml"), overwrite=True, multifile=False)
             self.already_saved = True
+
+
+def _help(command: str) -> dict[str, str]:
+    what, example = LOOPS[command]
+    more = "Each setting of a config is an option too, the later one counts.\n--model.help CLASS lists the settings of a class."
+    return {
+        "usage": f"foundry-lightning {command} --config FILE [--config FILE …] [--SETTING VALUE …]",
+        "description": f"{what}\n\nExample: {example.format(command)}\n\n{more}",
+    }
 
 
 class FoundryCLI(LightningCLI):
@@ -65,7 +91,12 @@ class FoundryCLI(LightningCLI):
                 "enable_progress_bar": False,
                 "gradient_clip_val": 1.0,
             },
-            parser_kwargs={"exit_on_error": False, **{name: {"exit_on_error": False} for name in LOOPS}},
+            parser_kwargs={
+                "exit_on_error": False,
+                "allow_abbrev": False,  # a shortened option is a typo more often than meant
+                "formatter_class": Help,
+                **{name: {"exit_on_error": False, **_help(name)} for name in LOOPS},
+            },
             args=args,
             run=run,
         )
@@ -79,11 +110,9 @@ class FoundryCLI(LightningCLI):
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
-            text = str(error)
-            unknown = re.search(r"unrecognized arguments: (--[\w.]+)", text)
-            options = [o for p in self._subcommand_parsers.values() for a in p._actions for o in a.option_strings]
-            close = get_close_matches(unknown[1], options, n=1) if unknown else []
-            raise ValueError(text + (f"; did you mean {close[0]}?" if close else "")) from error
+            parsers = getattr(self, "_subcommand_parsers", {"": parser}).values()
+            options = dict.fromkeys(o for p in parsers for a in p._actions for o in a.option_strings)
+            raise ValueError(explain(str(error), options=options)) from error
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds what this package has beside Lightning's own settings."""

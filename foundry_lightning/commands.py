@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import json as jsonlib
 import logging
 import re
 import sys
 import warnings
+from argparse import ArgumentError
 from collections.abc import Callable
-from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.checkpoint import checkpoint_file, read_checkpoint
-from foundry_lightning.cli import LOOPS, FoundryCLI, from_yaml
+from foundry_lightning.cli import LOOPS, FoundryCLI, Help, from_yaml
 from foundry_lightning.export import export_onnx, export_student, load_student_weights
+from foundry_lightning.parsing import did_you_mean, explain
 
 _OVERVIEW = """\
 foundry-lightning: pretrain your own encoder from raw text, or distil one from a teacher.
 
   foundry-lightning fit --config configs/mlm.yaml        train; writes runs/mlm/1/ and runs/mlm/export/
   foundry-lightning validate --config configs/mlm.yaml   evaluate the newest checkpoint of that run
+  foundry-lightning test --config configs/mlm.yaml       the same
   foundry-lightning predict --config configs/mlm.yaml --data.predict '["a list of [MASK]"]'   fill blanks
   foundry-lightning tokenizer --source 'data/*.txt' --vocab-size 8000 --out my-tokenizer      train a tokenizer
   foundry-lightning export --config configs/mlm.yaml --ckpt runs/mlm/1 --out my-model         export a checkpoint
@@ -171,6 +175,25 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")
 
 
+def _call(command: Callable[..., None], options: list[str], *, name: str) -> None:
+    """Calls a function with the options of a command line.
+
+    Raises:
+        ValueError: an unknown option, with the closest known one, or one that is missing or does not fit.
+    """
+    from jsonargparse import auto_cli
+
+    about = (inspect.getdoc(command) or "").partition("\n\nArgs:")[0]
+    settings: dict[str, Any] = {"formatter_class": Help, "exit_on_error": False, "allow_abbrev": False}
+    try:
+        auto_cli(
+            command, args=options, prog=f"foundry-lightning {name}", description=about, as_positional=False, **settings
+        )
+    except ArgumentError as error:
+        known = [f"--{parameter.replace('_', '-')}" for parameter in inspect.signature(command).parameters]
+        raise ValueError(f"{name}: {explain(str(error), options=known)}") from error
+
+
 def main(args: list[str] | None = None) -> int:
     """Runs a command; an error of the input is printed in a sentence, exit code 2."""
     args = list(sys.argv[1:] if args is None else args)
@@ -183,21 +206,16 @@ def main(args: list[str] | None = None) -> int:
         _quiet()
     try:
         if args[0] in _COMMANDS:
-            from jsonargparse import auto_cli
-
             command = _COMMANDS[args[0]]
             options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), arg) for arg in args[1:]]
             models = list(takewhile(lambda option: not option.startswith("-"), options))
             if args[0] == "probe" and models:
                 options = [f"--models={jsonlib.dumps(models)}", *options[len(models) :]]
-            auto_cli(command, args=options, prog=f"foundry-lightning {args[0]}", as_positional=False)
+            _call(command, options, name=args[0])
         elif args[0] not in LOOPS:
             names = [*LOOPS, *_COMMANDS]
-            close = get_close_matches(args[0], names, n=1)
-            raise ValueError(
-                f"unknown command {args[0]!r}; "
-                + (f"did you mean {close[0]}?" if close else f"the commands are {', '.join(names)}.")
-            )
+            close = did_you_mean(args[0], names) or f"; the commands are {', '.join(names)}."
+            raise ValueError(f"unknown command {args[0]!r}{close}")
         else:
             sys.argv = ["foundry-lightning", *args]
             FoundryCLI()

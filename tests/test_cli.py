@@ -6,6 +6,7 @@ import copy
 import csv
 import io
 import os
+import re
 import shutil
 import signal
 import sys
@@ -224,16 +225,124 @@ def test_bad_input_is_one_sentence_on_stderr_exit_code_2_and_nothing_written(pro
     assert not Path("runs/tiny/1/checkpoint.ckpt").exists()
 
 
-def test_an_unknown_command_suggests_the_right_one(capsys):
-    assert main(["fti"]) == 2
-    assert "unknown command 'fti'; did you mean fit?" in capsys.readouterr().err
+def refused(args: list[str], monkeypatch, capsys) -> str:
+    """What a command that is used wrongly says, in this process."""
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
+    assert main(args) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("fti", "unknown command 'fti'; did you mean fit?"),
+        ("fit --confg tiny.yaml", "unknown option --confg; did you mean --config?"),
+        ("fit --config tiny.yaml --config.init_arg 3", "unknown option --config.init_arg; did you mean --config?"),
+        ("fit --config tiny.yaml --data.init_args.trian x", "has no setting 'trian'; did you mean train?"),
+        (
+            "fit --config tiny.yaml --trainer.max_step 3",
+            "unknown option --trainer.max_step; did you mean --trainer.max_s",
+        ),
+        (
+            "fit --config tiny.yaml --model.init_args.config.mask_prop 1",
+            "has no setting 'mask_prop'; did you mean mask_p",
+        ),
+        ("validate --config tiny.yaml --cpkt_path x", "unknown option --cpkt_path; did you mean --ckpt_path?"),
+        ("fit --config tiny.yaml stray", "stray belongs to no option"),
+        ("fit", "missing: data, model; give a config, such as --config configs/mlm.yaml"),
+        ("tokenizer --sorce train.txt --out x", "tokenizer: unknown option --sorce; did you mean --source?"),
+        ("tokenizer --source train.txt --out x --vocab-siz 9", "did you mean --vocab-size?"),
+        ("tokenizer --source train.txt", "tokenizer: missing: out."),
+        ("export --ckpt a --oot b", "export: unknown option --oot; did you mean --out?"),
+        ("probe a --tsk ner", "probe: unknown option --tsk; did you mean --task?"),
+    ],
+)
+def test_a_wrong_command_or_option_suggests_the_right_one(project, monkeypatch, capsys, args, said):
+    assert said in refused(args.split(), monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "said"),
+    [
+        ("", "trainr", {"max_steps": 3}, "unknown setting trainr.max_steps; did you mean trainer.max_steps?"),
+        ("evaluate", "evry", 3, "unknown setting evaluate.evry; did you mean evaluate.every?"),
+        ("trainer", "max_step", 3, "unknown setting trainer.max_step; did you mean trainer.max_steps?"),
+        (
+            "trainer",
+            "logger",
+            {"class_path": "WandbLoger"},
+            "trainer.logger.class_path: no class is named 'WandbLoger'; did",
+        ),
+        ("trainer", "max_steps", "many", "trainer.max_steps: must be int, got many"),
+        ("model", "class_path", "foundry_lightning.MLMLitModul", "did you mean foundry_lightning.MLMLitModule?"),
+        (
+            "model",
+            "class_path",
+            "foundry_lightnin.MLMLitModule",
+            "model.class_path: No module named 'foundry_lightnin'; did",
+        ),
+        (
+            "model.init_args",
+            "studnt",
+            3,
+            "model.init_args.studnt: MLMLitModule has no setting 'studnt'; did you mean student?",
+        ),
+        (
+            "model.init_args.config",
+            "mask_prop",
+            0.2,
+            "model.init_args.config.mask_prop: MLMConfig has no setting 'mask_prop'; d",
+        ),
+        ("model.init_args.config", "mask_prob", "much", "model.init_args.config.mask_prob: must be float, got much"),
+        (
+            "model.init_args.student.init_args",
+            "model_typ",
+            "bert",
+            "FromConfig has no setting 'model_typ'; did you mean model_type?",
+        ),
+        ("model.init_args.student.init_args.config", "hidden_sise", 8, "(closest: 'hidden_size')"),
+        (
+            "data.init_args",
+            "trian",
+            "x",
+            "data.init_args.trian: MLMDataModule has no setting 'trian'; did you mean train?",
+        ),
+        ("data.init_args.tokenizer.train", "vocab_siz", 8, "'train' takes vocab_size"),
+    ],
+)
+def test_a_typo_in_a_config_is_one_line_with_the_right_name(project, monkeypatch, capsys, where, name, value, said):
+    config = copy.deepcopy(CONFIG)
+    place = config
+    for key in where.split(".") if where else []:
+        place = place[key]
+    place[name] = value
+    Path("typo.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    shown = refused(["fit", "--config", "typo.yaml"], monkeypatch, capsys)
+    assert said in shown
+    assert shown.count("\n") == 1
+    if "tokenizer" not in where and not where.endswith("student.init_args.config"):  # these are read later
+        with pytest.raises(ValueError, match="config typo.yaml does not fit: ") as error:
+            from_yaml("typo.yaml")
+        assert said in str(error.value)
 
 
 def test_help_lists_the_commands_with_examples(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
-    for command in ("fit", "validate", "predict", "tokenizer", "export"):
-        assert f"foundry-lightning {command} --" in shown
+    for command in COMMANDS:
+        assert f"foundry-lightning {command} " in shown
+
+
+COMMANDS = ["fit", "validate", "test", "predict", "tokenizer", "export", "probe"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_with_an_example_on_one_line(monkeypatch, capsys, command):
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert re.search(rf"^Example: foundry-lightning {command} \S+", capsys.readouterr().out, re.MULTILINE)
 
 
 TINY = {
