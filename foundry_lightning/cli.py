@@ -61,7 +61,7 @@ class _SaveConfig(SaveConfigCallback):
 
 def _help(command: str) -> dict[str, str]:
     what, example = LOOPS[command]
-    more = "Each setting of a config is an option too, the later one counts.\n--model.help CLASS lists the settings of a class."
+    more = "Each setting is an option too, the later one counts.\n--model.help CLASS lists the settings of a class."
     return {
         "usage": f"foundry-lightning {command} --config FILE [--config FILE …] [--SETTING VALUE …]",
         "description": f"{what}\n\nExample: {example.format(command)}\n\n{more}",
