@@ -181,6 +181,7 @@ def describe(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
         "accumulation": trainer.accumulate_grad_batches,
         "num_ranks": trainer.world_size,
         "loggers": logger_records(trainer),
+        "progress": module.meter.progress(),
     }
 
 
@@ -231,6 +232,7 @@ def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
             checkpoint["state_dict"][name] = checkpoint["state_dict"].pop(plain)
     checkpoint["state_dict"].update({name: own[name] for name in own if name.startswith("teacher.")})
     if fitting:
+        module._progress = saved.get("progress", {})
         _rewind(checkpoint["loops"]["fit_loop"], saved, module.trainer.accumulate_grad_batches)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import lightning
 from jsonargparse import DefaultHelpFormatter
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, LogSettings, SaveEvery, StopOnSignal
-from foundry_lightning.callbacks.console import ConsoleReport, PrintGuesses
+from foundry_lightning.callbacks.console import CompareWithTeacher, ConsoleReport, PrintGuesses
+from foundry_lightning.callbacks.samples import Samples
 from foundry_lightning.callbacks.start_report import StartReport
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, path_of, read_checkpoint
 from foundry_lightning.data.datamodule import MLMDataModule
@@ -122,6 +124,7 @@ class FoundryCLI(LightningCLI):
         parser.add_lightning_class_args(EvaluateEvery, "evaluate")
         parser.add_lightning_class_args(SaveEvery, "checkpoint")
         parser.add_lightning_class_args(ConsoleReport, "console")
+        parser.add_lightning_class_args(Samples, "samples")
         parser.set_defaults({"evaluate.every": 100, "checkpoint.every": 500})
 
     # ------------------------------------------------------------- run folders
@@ -129,6 +132,8 @@ class FoundryCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Decides the run folder, and the checkpoint where none is named."""
         config = self.config if self.subcommand is None else self.config[self.subcommand]
+        if config.console.mode == "quiet":
+            config.samples.show = False
         self.run_root: Path = Path(str(config.runs_dir)) / str(config.run_name)
         if self.subcommand is None:
             self.run_folder = self._new_folder()
@@ -193,8 +198,10 @@ class FoundryCLI(LightningCLI):
             self.run_folder = Path(trainer.default_root_dir)
         if trainer.get("logger") in (None, True):
             kwargs["logger"] = fit and _metrics_logger(self.run_folder)
-        for_fit = [self._stop, self._settings(), StartReport()] if fit else []
-        own = [PrintGuesses()] if self.subcommand == "predict" else for_fit
+        own: list[Callback] = [PrintGuesses()] if self.subcommand == "predict" else []
+        if fit:
+            quiet = self._get(self.config, "console.mode") == "quiet"
+            own = [self._stop, self._settings(), StartReport(show=not quiet)] + [CompareWithTeacher()] * (not quiet)
         kwargs["callbacks"] = [*(trainer.get("callbacks") or []), *own]
         return super().instantiate_trainer(**kwargs)
 

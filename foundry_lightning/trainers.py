@@ -13,11 +13,14 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ProgressBar
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import nn
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, LogSettings, SaveEvery, StopOnSignal
+from foundry_lightning.callbacks.console import ConsoleReport
+from foundry_lightning.callbacks.samples import Samples
+from foundry_lightning.callbacks.start_report import StartReport
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint, require_folder
 from foundry_lightning.config import (
     PRECISIONS,
@@ -77,7 +80,7 @@ def build_trainer(
         "log_every_n_steps": config.log_every,
         "logger": logger,
         "enable_checkpointing": any(isinstance(callback, SaveEvery) for callback in callbacks),
-        "enable_progress_bar": config.progress_bar,
+        "enable_progress_bar": config.progress_bar and not any(isinstance(c, ConsoleReport) for c in callbacks),
         "enable_model_summary": False,
         "use_distributed_sampler": False,
         "default_root_dir": config.save_dir or None,
@@ -191,6 +194,9 @@ class _Facade:
         saver = SaveEvery(self.config.save_every, folder=self.config.save_dir) if self.config.save_dir else None
         stop = StopOnSignal(saver)
         callbacks.append(stop)
+        if self._shows_progress():
+            folder = self.config.save_dir
+            callbacks += [StartReport(folder), ConsoleReport(), Samples(folder=folder)]
         if saver is not None and self.config.save_every:
             callbacks.append(saver)
         records = None if self._resume is None else logged_as(read_checkpoint(self._resume))
@@ -207,6 +213,14 @@ class _Facade:
         self.student.eval()
         stop.raise_if_stopped(trainer)
         return {"losses": history.losses, "eval_losses": history.eval_losses, "device": device.type}
+
+    def _shows_progress(self) -> bool:
+        """Whether this package shows how the run goes: not where the user asks for Lightning's bar."""
+        extra = self.config.trainer_kwargs
+        own = extra.get("callbacks") or []
+        own = own if isinstance(own, (list, tuple)) else [own]
+        bars = any(isinstance(callback, (ProgressBar, ConsoleReport)) for callback in own)
+        return bool(self.config.progress_bar) and "enable_progress_bar" not in extra and not bars
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Evaluates the student: the same tokens are scored at every call.

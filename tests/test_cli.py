@@ -103,8 +103,8 @@ def test_fit_trains_evaluates_fills_blanks_and_exports(project):
     assert code == 0, out
     assert "unigram baseline" in out
     assert "step      6/6 | loss" in out
-    assert "validation: " in out
-    assert "probability" in out
+    assert "validation at step 6: " in out
+    assert "guesses" in out
     assert "exported: runs/tiny/1/export, also at runs/tiny/export" in out
     names = {path.name for path in Path("runs/tiny/1").iterdir()}
     assert {"config.yaml", "checkpoint.ckpt", "step=00000003.ckpt", "step=00000006.ckpt", "metrics.csv"} <= names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 
 import pytest
 import yaml
@@ -48,6 +49,7 @@ def test_wandb_goes_on_with_the_same_run_offline(tokenizer, tmp_path):
     wandb = pytest.importorskip("wandb")
     first = train(tokenizer, tmp_path, "wandb", steps=4)._trainer.logger.version
     wandb.finish()
+    time.sleep(1.1)  # wandb names the folder of an offline session by the second
     second = train(tokenizer, tmp_path, "wandb", steps=7, resume=True)._trainer.logger
     assert second.version == first
     assert second.experiment.settings.resume == "allow"

@@ -1,65 +1,25 @@
-"""What a person at the terminal sees: what will be trained, how it goes, what the model can do at the end."""
+"""What a person at the terminal sees: how the run goes, student beside teacher at the end, guesses of `predict`."""
 
 from __future__ import annotations
 
 import math
 import time
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning
+import rich
 import torch
 from lightning.pytorch.callbacks import Callback
-from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from foundry_lightning.callbacks.after_update import AfterUpdate
 from foundry_lightning.callbacks.start_report import StartReport
-from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.losses import vocabulary_loss
-from foundry_lightning.masking import PIECE_SHIFT, permutation
 
-
-def fill_blanks(module: Any, pipeline: DataPipeline, *, count: int, seed: int) -> list[tuple[str, str, str, float]]:
-    """Blanks one word in each of some texts and lets the model fill it.
-
-    Args:
-        module: A module with a student, a projection and a tokenizer.
-        pipeline: Where the texts come from; which ones, and which word, the seed decides.
-        count: Number of texts.
-        seed: The seed.
-
-    Returns:
-        (text around the blank, the word, the model's guess, its probability) of each.
-    """
-    tokenizer, found = module.tokenizer, []
-    total = 1 + max(row_id & ((1 << PIECE_SHIFT) - 1) for row_id in pipeline.table["row_id"])
-    for index in permutation(total, seed=seed, epoch=0).tolist():
-        text = next(iter(pipeline.source.rows(index)))
-        if not isinstance(text, str):
-            break
-        encoded = tokenizer(text, truncation=True, max_length=pipeline.max_length, return_tensors="pt")
-        words = [w for w in encoded.word_ids(0) if w is not None]
-        spans = {w: encoded.word_to_chars(0, w) for w in dict.fromkeys(words) if words.count(w) == 1}
-        whole = [w for w, span in spans.items() if text[span.start : span.end].isalpha() and span.end - span.start > 3]
-        if not whole:
-            continue
-        word = whole[int(permutation(len(whole), seed=seed, epoch=1, first=index)[0])]
-        span = spans[word]
-        place = encoded.word_ids(0).index(word)
-        ids = encoded["input_ids"].to(module.device)
-        ids[0, place] = tokenizer.mask_token_id
-        inputs = {"input_ids": ids, "attention_mask": encoded["attention_mask"].to(module.device)}
-        with torch.inference_mode():
-            position = torch.tensor([place], device=module.device)
-            scores = module.projection(module.student, inputs, positions=position).scored.scores()[0]
-        probability, guess = scores[: module.masking.vocab_size].float().softmax(0).max(0)
-        before, after = text[max(span.start - 50, 0) : span.start], text[span.end : span.end + 30]
-        around = f"{before}____{after}".replace("\n", " ")
-        found.append((around, text[span.start : span.end], tokenizer.decode([int(guess)]), float(probability)))
-        if len(found) == count:
-            break
-    return found
+Mode = Literal["auto", "bar", "plain", "quiet"]
+_REFRESH = 0.1  # seconds between two drawings of the bar
 
 
 def compare(module: Any, batches: Any) -> list[tuple[str, int, float, float]]:
@@ -93,81 +53,144 @@ def compare(module: Any, batches: Any) -> list[tuple[str, int, float, float]]:
 
 
 class ConsoleReport(AfterUpdate):
-    """Prints a line at each log, each evaluation, and at the end some blanks filled.
+    """Shows how a run goes: loss, its distance to the unigram baseline, rates, time left for the whole run.
 
     Args:
-        blanks: Held-out texts in which the model fills a blank at the end.
+        mode: `bar` keeps one line that moves, `plain` prints a line at each log, `quiet` prints nothing; `auto` is a
+            bar on a terminal and plain elsewhere (files, pipes, notebooks).
+
+    Raises:
+        ValueError: an unknown mode.
     """
 
-    def __init__(self, blanks: int = 3) -> None:
-        self.blanks = blanks
-        self.console = Console(highlight=False)
-        self.baseline: float | None = None
-        self._tokens, self._since = 0, 0.0
+    def __init__(self, mode: Mode = "auto") -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}.")
+        self.mode = mode
+        self._total: int | None = None
+        self._bar: Progress | None = None
+        self._began, self._drawn = 0.0, 0.0
+        self._first_step = self._first_tokens = 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Takes the baseline from the start report, which stands before this callback."""
+        """Starts the clock, and the bar where one is shown."""
         super().on_train_start(trainer, pl_module)
-        self._tokens, self._since = 0, time.monotonic()
-        reports = [c for c in trainer.callbacks if isinstance(c, StartReport)]  # type: ignore[attr-defined]
-        self.baseline = reports[0].facts.get("unigram_baseline") if reports else None
+        self._began, self._first_step = time.monotonic(), trainer.global_step
+        self._first_tokens = pl_module.meter.tokens
+        total = pl_module._num_updates()
+        self._total = None if math.isinf(total) else int(total)
+        console = rich.get_console()
+        moves = console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal
+        if trainer.is_global_zero and (self.mode == "bar" or (self.mode == "auto" and moves)):
+            columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}"))
+            # drawn by this thread alone: a lock that another held while a data worker is forked would stay locked there
+            self._bar = Progress(
+                *columns, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False, transient=True
+            )
+            self._bar.add_task("", total=self._total, completed=trainer.global_step)
+            self._bar.start()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts tokens."""
-        self._tokens += batch["info"].get("num_attended", 0)
+        """Moves the bar."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._bar is not None and time.monotonic() - self._drawn > _REFRESH:
+            self._drawn = time.monotonic()
+            self._bar.update(self._bar.task_ids[0], completed=trainer.global_step)
+            self._bar.refresh()
 
     def after_update(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Prints a line where a log is due."""
-        step = trainer.global_step
-        if step % module.log_every and not module.is_last_update():
+        """Shows the figures where a log is due."""
+        if trainer.global_step % module.log_every and not module.is_last_update():
             return
         metrics = module.window_metrics()
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or self.mode == "quiet":
             return
-        seconds = max(time.monotonic() - self._since, 1e-9)
-        total = trainer.estimated_stepping_batches
-        parts = [f"step {step:>6}" + ("" if math.isinf(total) else f"/{int(total)}"), f"loss {metrics['loss']:.3f}"]
-        if self.baseline is not None and "mlm" in metrics:
-            parts.append(f"{metrics['mlm'] - self.baseline:+.3f} to the unigram baseline")
-        parts.append(f"{self._tokens * trainer.world_size / seconds:,.0f} tokens/s")
-        self.console.print(" | ".join(parts), soft_wrap=True)
+        parts = self._figures(trainer, metrics)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=" ".join(parts), completed=trainer.global_step)
+            self._bar.refresh()
+            return
+        parts.insert(0, f"step {trainer.global_step:>6}" + ("" if self._total is None else f"/{self._total}"))
+        rich.get_console().print(" | ".join(parts), soft_wrap=True, highlight=False)
+
+    def _figures(self, trainer: lightning.Trainer, metrics: dict[str, float]) -> list[str]:
+        parts = [f"loss {metrics['loss']:.3f}"]
+        baseline = _baseline(trainer)
+        if "mlm" in metrics:
+            if baseline is not None:
+                to = "to baseline" if self._bar is not None else "to the unigram baseline"
+                parts.append(f"{metrics['mlm'] - baseline:+.3f} {to}")
+            parts.append(f"perplexity {math.exp(min(metrics['mlm'], 700)):,.4g}")
+        parts += [f"lr {metrics['learning_rate']:.2e}", f"{metrics['tokens_per_second']:,.0f} tokens/s"]
+        done = trainer.global_step - self._first_step
+        if self._total is not None and done:
+            left = (time.monotonic() - self._began) / done * (self._total - trainer.global_step)
+            parts.append(f"{_clock(left)} left")
+        return parts
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Prints the evaluation."""
+        """Prints the evaluation, after the update it follows."""
+        super().on_validation_end(trainer, pl_module)
         metrics = trainer.callback_metrics
-        if trainer.is_global_zero and not trainer.sanity_checking and "val/loss" in metrics:
+        shows = trainer.is_global_zero and not trainer.sanity_checking and self.mode != "quiet"
+        if shows and "val/loss" in metrics:
             shown = {name.removeprefix("val/"): float(metrics[name]) for name in metrics if name.startswith("val/")}
             if shown.get("mlm") == shown["loss"]:
                 del shown["mlm"]
             text = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown.items())
-            if self.baseline is not None:
-                text += f" (unigram baseline {self.baseline:.4g})"
-            self.console.print(f"validation: {text}", soft_wrap=True)
-        super().on_validation_end(trainer, pl_module)
+            baseline = _baseline(trainer)
+            if baseline is not None:
+                text += f" (unigram baseline {baseline:.4g})"
+            step = f" at step {trainer.fit_loop.epoch_loop.global_step}" if trainer.state.fn == "fit" else ""
+            rich.get_console().print(f"validation{step}: {text}", soft_wrap=True, highlight=False)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Takes the bar away, and says how long it took."""
+        self._stop()
+        if trainer.is_global_zero and self.mode != "quiet":
+            done, tokens = trainer.global_step - self._first_step, pl_module.meter.tokens - self._first_tokens
+            text = f"{done:,} updates, {tokens:,} tokens in {_clock(time.monotonic() - self._began)}"
+            rich.get_console().print(text, soft_wrap=True, highlight=False)
+
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Takes the bar away."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _baseline(trainer: lightning.Trainer) -> float | None:
+    """The unigram baseline that the start report found."""
+    reports = [c for c in trainer.callbacks if isinstance(c, StartReport)]  # type: ignore[attr-defined]
+    found: float | None = reports[0].facts.get("unigram_baseline") if reports else None
+    return found
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class CompareWithTeacher(Callback):
+    """Prints at the end student and teacher on the validation data: size, loss, speed."""
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Compares student and teacher, and fills blanks of held-out texts."""
+        """Compares them where there are both."""
         data = trainer.datamodule  # type: ignore[attr-defined]
-        val = getattr(data, "val", None)
-        if not (trainer.is_global_zero and isinstance(val, DataPipeline) and getattr(pl_module, "masking", None)):
+        distils = getattr(pl_module, "teacher", None) is not None and getattr(pl_module, "masking", None) is not None
+        if not (trainer.is_global_zero and distils and getattr(data, "val", None) is not None):
             return
         pl_module.student.eval()
-        if getattr(pl_module, "teacher", None) is not None:
-            table = Table("", "parameters", "validation loss", "forward pass")
-            for name, parameters, loss, speed in compare(pl_module, data.val_dataloader()):
-                table.add_row(name, f"{parameters:,}", f"{loss:.3f}", f"{speed:,.0f} tokens/s")
-            self.console.print(table)
-        if not self.blanks or val.is_stream:
-            return
-        table = Table("held-out text", "truth", "guess", "probability")
-        seed = pl_module.config.seed
-        for text, truth, guess, probability in fill_blanks(pl_module, val, count=self.blanks, seed=seed):
-            table.add_row(text, truth, guess, f"{probability:.2f}")
-        if table.row_count:
-            self.console.print(table)
+        table = Table("", "parameters", "validation loss", "forward pass")
+        for name, parameters, loss, speed in compare(pl_module, data.val_dataloader()):
+            table.add_row(name, f"{parameters:,}", f"{loss:.3f}", f"{speed:,.0f} tokens/s")
+        rich.print(table)
 
 
 class PrintGuesses(Callback):
@@ -183,11 +206,13 @@ class PrintGuesses(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """One line a text, one a blank."""
-        console = Console(highlight=False)
+        console = rich.get_console()
         for text, blanks in zip(batch, outputs, strict=True):
-            console.print(text, markup=False)
+            console.print(text, markup=False, highlight=False)
             for number, guesses in enumerate(blanks, 1):
                 shown = ", ".join(f"{token.strip()} {probability:.2f}" for token, probability in guesses)
-                console.print(f"  blank {number}: {shown}", markup=False)
+                console.print(f"  blank {number}: {shown}", markup=False, highlight=False)
             if not blanks:
-                console.print("  no blank in this text; write the tokenizer's mask token where one should be.")
+                console.print(
+                    "  no blank in this text; write the tokenizer's mask token where one should be.", highlight=False
+                )

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import rich
 from lightning.pytorch.callbacks import Callback
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from foundry_lightning.facts import facts_of
@@ -21,7 +22,7 @@ class StartReport(Callback):
     """Finds the facts of the run on rank 0, shows and logs them, and writes `start_report.json`.
 
     Args:
-        folder: Where the file goes; None: the Trainer's `default_root_dir`.
+        folder: Where the file goes; None: the Trainer's `default_root_dir`, an empty string: nowhere.
         show: Whether the table is printed.
 
     Attributes:
@@ -29,7 +30,7 @@ class StartReport(Callback):
     """
 
     def __init__(self, folder: str | Path | None = None, *, show: bool = True) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder = folder
         self.show = show
         self.facts: dict[str, Any] = {}
 
@@ -38,9 +39,11 @@ class StartReport(Callback):
         if not trainer.is_global_zero or not hasattr(trainer.datamodule, "order_settings"):  # type: ignore[attr-defined]
             return
         self.facts = facts_of(trainer, pl_module)
-        folder = Path(trainer.default_root_dir) if self.folder is None else self.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "start_report.json").write_text(json.dumps(self.facts, indent=2) + "\n", encoding="utf-8")
+        folder = trainer.default_root_dir if self.folder is None else self.folder
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.facts, indent=2) + "\n"
+            (Path(folder) / "start_report.json").write_text(text, encoding="utf-8")
         lines = _lines(self.facts)
         for name, text in lines:
             _log.info("%s: %s", name, text)
@@ -49,11 +52,11 @@ class StartReport(Callback):
         if self.show:
             table = Table(show_header=False, box=None, pad_edge=False)
             for line in lines:
-                table.add_row(*line)
-            console = Console(highlight=False)
-            console.print(table)
+                table.add_row(*map(escape, line))
+            console = rich.get_console()
+            console.print(table, highlight=False)
             for sentence in self.facts["warnings"]:
-                console.print(f"[yellow]look at this:[/yellow] {sentence}", soft_wrap=True)
+                console.print(f"[yellow]look at this:[/yellow] {escape(sentence)}", soft_wrap=True, highlight=False)
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:

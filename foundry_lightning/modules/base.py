@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -17,6 +18,7 @@ from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.masking import batch_seed
+from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule, require_optimizer
 from foundry_lightning.packing import Packing, find_packing
 from foundry_lightning.projection import PlainProjection, ScoredProjection, first_position, position_embedding
@@ -57,7 +59,9 @@ class EncoderModule(lightning.LightningModule):
         self.student: nn.Module | None = student if isinstance(student, nn.Module) else None  # type: ignore[assignment]
         self._recipe = student if isinstance(student, StudentRecipe) else None
         self.by_facade = False
-        self._window: dict[str, Any] = {"step": -1, "sums": {}}
+        self._window: dict[str, Any] = {"step": -1, "sums": {}, "tokens": 0}
+        self.meter = Meter()
+        self._progress: dict[str, float] = {}  # of the checkpoint that is resumed
         self._guard = FiniteGuard(skip=config.on_nonfinite == "skip")
         self._unreached: list[nn.Parameter] = []
         self._metrics: tuple[int, dict[str, float]] | None = None
@@ -143,7 +147,7 @@ class EncoderModule(lightning.LightningModule):
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-            self._window = {"step": -1, "sums": {}}
+            self._window = {"step": -1, "sums": {}, "tokens": 0}
             self._guard.begin_window()
         return {name: p for (name, p), g in zip(named.items(), gradients, strict=True) if g is None}
 
@@ -259,7 +263,9 @@ class EncoderModule(lightning.LightningModule):
         assert self.student is not None
         self.student.train()
         self._compiled = compile_layers(self.student) if self.config.compile else []
-        self._window, self._metrics = {"step": -1, "sums": {}}, None
+        self._window, self._metrics = {"step": -1, "sums": {}, "tokens": 0}, None
+        self.meter, self._progress = Meter(**self._progress), {}  # type: ignore[arg-type]
+        self.meter.start()
         self._guard = FiniteGuard(skip=self.config.on_nonfinite == "skip")
         if self._built_groups is not None:
             ckpt.use_current_settings(self.trainer, self._built_groups)
@@ -294,8 +300,12 @@ class EncoderModule(lightning.LightningModule):
         """
         info, window = batch["info"], self._window
         if window["step"] != self.trainer.global_step:
-            window.update(step=self.trainer.global_step, sums={})
+            window.update(step=self.trainer.global_step, sums={}, tokens=0)
             self._guard.begin_window()
+        if "window" in info:
+            window["tokens"] = info["window"]["num_attended"]
+        else:
+            window["tokens"] += info["num_attended"] * self.trainer.world_size
         # without window totals each batch is one of equal shares
         share = 1.0 / (self.trainer.accumulate_grad_batches * self.trainer.world_size)
         batch_loss = torch.zeros((), device=loss.device)
@@ -310,14 +320,17 @@ class EncoderModule(lightning.LightningModule):
         return {"loss": loss * (1 + 0 * loss.detach()), "batch_loss": batch_loss}
 
     def window_metrics(self) -> dict[str, float]:
-        """Means of the last finished window over all ranks (a collective call; the host waits for the device)."""
+        """Means of the last finished window over all ranks, learning rate, gradient norm and tokens a second.
+
+        A collective call; the host waits for the device.
+        """
         step = self.trainer.global_step
         if self._metrics is None or self._metrics[0] != step:
             names = sorted(self._window["sums"])
             values = torch.stack([self._window["sums"][name].float() for name in names])
             if self.trainer.world_size > 1:
                 values = self.trainer.strategy.reduce(values, reduce_op="sum")
-            self._metrics = (step, dict(zip(names, values.tolist(), strict=True)))
+            self._metrics = (step, {**dict(zip(names, values.tolist(), strict=True)), **self.meter.rates()})
         return self._metrics[1]
 
     @property
@@ -346,6 +359,7 @@ class EncoderModule(lightning.LightningModule):
     def on_train_end(self) -> None:
         """Says how many updates were left out; the student runs uncompiled again."""
         release(self._compiled)
+        self.meter.stop()
         if self._guard.num_refused:
             rank_zero_warn(
                 f"{self._guard.num_refused} updates of this run were left out: loss or gradient was not finite."
@@ -360,8 +374,18 @@ class EncoderModule(lightning.LightningModule):
         if not self.trainer.sanity_checking:
             self._to_loggers(values, self.trainer.fit_loop.epoch_loop.global_step)
 
+    def on_validation_start(self) -> None:
+        """Stops the clock of the rates."""
+        self.meter.pause()
+
+    def on_validation_end(self) -> None:
+        """Starts the clock of the rates again."""
+        self.meter.go_on()
+
     def _to_loggers(self, metrics: dict[str, Any], step: int) -> None:
         """Logs at this many updates; Lightning would at one less, and a logged `step` would name checkpoint files."""
+        if self.trainer.state.fn == "fit":
+            metrics = {**metrics, **{f"progress/{name}": value for name, value in self.meter.progress().items()}}
         self.trainer._logger_connector.log_metrics(metrics, step=step)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -394,7 +418,10 @@ class EncoderModule(lightning.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
         elif gradient_clip_val:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        if bool(torch.isfinite(norm)):  # the one host read of an update
+        grad_norm = float(norm)  # the one host read of an update
+        rate = float(optimizer.param_groups[0]["lr"])
+        self.meter.count(self._window["tokens"], learning_rate=rate, grad_norm=grad_norm)
+        if math.isfinite(grad_norm):
             self._guard.accept()
         else:
             self._guard.refuse(self, optimizer)
