@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from foundry_lightning.callbacks.launched import received, send
 from foundry_lightning.callbacks.save_every import SaveEvery
@@ -59,6 +61,10 @@ class StopOnSignal(Callback):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._take_note)
+            if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+                # a started rank gets SIGINT when the process that started it ends, once for each of its threads: the
+                # second would end the rank before it has saved; SIGTERM may come several times
+                _prctl_pr_set_pdeathsig(signal.SIGTERM)
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         self._received = max(self._received, number)
