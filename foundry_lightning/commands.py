@@ -32,6 +32,7 @@ foundry-lightning: pretrain your own encoder from raw text, or distil one from a
   foundry-lightning tokenizer --source 'data/*.txt' --vocab-size 8000 --out my-tokenizer      train a tokenizer
   foundry-lightning export --config configs/mlm.yaml --ckpt runs/mlm/1 --out my-model         export a checkpoint
   foundry-lightning probe my-model --task ner --train ner.txt    compare encoders on labelled data
+  foundry-lightning report runs/mlm/1 --out report.html          curves and samples of runs as one page
 
 Each command has --help. --debug before a command shows the full traceback of an error.
 """
@@ -157,11 +158,29 @@ def probe_command(
         Path(json).write_text(found.to_json())
 
 
+def report_command(runs: list[str], out: str = "report.html", png: str | None = None) -> None:
+    """Writes curves, samples and facts of runs as one HTML page that needs nothing else, and the curves as PNGs.
+
+    Example: foundry-lightning report runs/mlm/1 runs/mlm/2 --out report.html --png curves
+
+    Args:
+        runs: Folders of runs; one of numbered runs (runs/mlm) means the newest of them.
+        out: The page to write.
+        png: A folder that gets each curve as a PNG.
+    """
+    from foundry_lightning.report import write_report
+
+    page, *images = write_report(runs, out=out, png=png)
+    print(f"report written: {page}" + (f", and {len(images)} PNGs in {png}" if images else ""))
+
+
 _COMMANDS: dict[str, Callable[..., None]] = {
     "tokenizer": train_tokenizer_command,
     "export": export_command,
     "probe": probe_command,
+    "report": report_command,
 }
+_POSITIONAL = {"probe": "models", "report": "runs"}  # command -> the option that the words before all options mean
 
 
 def _quiet() -> None:
@@ -208,9 +227,9 @@ def main(args: list[str] | None = None) -> int:
         if args[0] in _COMMANDS:
             command = _COMMANDS[args[0]]
             options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), arg) for arg in args[1:]]
-            models = list(takewhile(lambda option: not option.startswith("-"), options))
-            if args[0] == "probe" and models:
-                options = [f"--models={jsonlib.dumps(models)}", *options[len(models) :]]
+            words = list(takewhile(lambda option: not option.startswith("-"), options))
+            if args[0] in _POSITIONAL and words:
+                options = [f"--{_POSITIONAL[args[0]]}={jsonlib.dumps(words)}", *options[len(words) :]]
             _call(command, options, name=args[0])
         elif args[0] not in LOOPS:
             names = [*LOOPS, *_COMMANDS]

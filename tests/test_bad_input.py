@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from foundry_lightning import (
 )
 from foundry_lightning.export import export_onnx
 from foundry_lightning.probe.labelled import read_labelled
+from foundry_lightning.report import write_report
 from tests.conftest import WORDS, BiasStudent, texts, tiny_bert
 from tests.test_config import BROKEN
 from tests.test_packing import Deaf
@@ -238,6 +239,13 @@ def writes(method: str) -> Callable[[World, Any], Any]:
         getattr(made, method)(value)
 
     return act
+
+
+def report_on(world: World, files: dict[str, str], runs: Sequence[str] = ("runs/mlm",)) -> None:
+    for name, content in files.items():
+        world.file(name, content)
+    world.note_files()
+    write_report(runs)
 
 
 def yaml_file(world: World, content: str) -> None:
@@ -771,6 +779,22 @@ RULES = [
     Rule("students", "a recipe's folder exists and holds a model", "path .*(is not a folder|holds no config|be loaded)",
          {"missing": lambda: FromPretrained("./nowhere").build(), "empty": lambda: FromPretrained(".").build(),
           "warm": lambda: WarmStart("./nowhere", 1).build()}, lambda world, act: act()),
+    # ---------------------------------------------------------------- the report
+    Rule("report", "a run is a folder with metrics", "run .*(does not exist|is a file|holds no metrics.csv)",
+         {"missing": {}, "file": {"runs/mlm": "step\n1\n"}, "no metrics": {"runs/mlm/config.yaml": ""},
+          "the newest has none": {"runs/mlm/1/metrics.csv": "step,train/loss\n1,2\n", "runs/mlm/2/config.yaml": ""}},
+         report_on),
+    Rule("report", "metrics have steps and values", "(no column 'step'|has logged no step yet)",
+         {"no step": {"runs/mlm/metrics.csv": "epoch,loss\n1,2\n"}, "binary": {"runs/mlm/metrics.csv": "\0\1\n"},
+          "empty": {"runs/mlm/metrics.csv": ""}, "header": {"runs/mlm/metrics.csv": "step,train/loss\n"},
+          "cut": {"runs/mlm/metrics.csv": "step,train/loss\n1,"}}, report_on),
+    Rule("report", "a run is named once, and there is one", "(is named twice|needs at least one run)",
+         {"none": [], "twice": ["runs/mlm", "runs/mlm/1"], "other spelling": ["runs/mlm/1", "runs/../runs/mlm/1/"]},
+         lambda world, runs: report_on(world, {"runs/mlm/1/metrics.csv": "step,train/loss\n1,2\n"}, runs)),
+    Rule("report", "what is written has a place", "(out|png) must",
+         {"folder": lambda: write_report(["runs"], out="."), "empty": lambda: write_report(["runs"], out=""),
+          "number": lambda: write_report(["runs"], out=3), "png number": lambda: write_report(["runs"], png=3)},
+         lambda world, act: act()),
     # ---------------------------------------------------------------- YAML
     Rule("yaml", "the config exists", "config .* (does not exist|must be)", ["missing.yaml", ".", "", None, 3],
          lambda world, value: from_yaml(value)),

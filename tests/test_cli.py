@@ -255,6 +255,8 @@ def refused(args: list[str], monkeypatch, capsys) -> str:
         ("tokenizer --source train.txt", "tokenizer: missing: out."),
         ("export --ckpt a --oot b", "export: unknown option --oot; did you mean --out?"),
         ("probe a --tsk ner", "probe: unknown option --tsk; did you mean --task?"),
+        ("report runs/tiny --uot a.html", "report: unknown option --uot; did you mean --out?"),
+        ("report", "report: missing: runs."),
     ],
 )
 def test_a_wrong_command_or_option_suggests_the_right_one(project, monkeypatch, capsys, args, said):
@@ -333,7 +335,7 @@ def test_help_lists_the_commands_with_examples(capsys):
         assert f"foundry-lightning {command} " in shown
 
 
-COMMANDS = ["fit", "validate", "test", "predict", "tokenizer", "export", "probe"]
+COMMANDS = ["fit", "validate", "test", "predict", "tokenizer", "export", "probe", "report"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
