@@ -119,6 +119,7 @@ def test_a_folder_of_numbered_runs_means_the_newest():
     for number in (2, 10):
         a_run(f"runs/mlm/{number}")
     Path("runs/mlm/export").mkdir()
+    Path("runs/mlm/11").mkdir()  # refused before its first step
     assert [run.name for run in read_runs(["runs/mlm", "runs/mlm/2"])] == ["mlm/10", "mlm/2"]
 
 

@@ -20,7 +20,7 @@ def write_report(
     """Writes one page that needs nothing else, with the curves, facts and samples of the runs, and the curves as PNGs.
 
     Args:
-        runs: Run folders (`runs/mlm/1`), or folders of numbered runs (`runs/mlm`: the newest of them).
+        runs: Run folders (`runs/mlm/1`), or folders of numbered runs (`runs/mlm`: the newest that has begun).
         out: The page.
         png: A folder for the PNGs; None: no PNGs.
 

@@ -93,7 +93,8 @@ def _run_folder(place: Path) -> Path:
     if _metrics_files(place):
         return place.resolve()
     numbers = [int(path.name) for path in place.iterdir() if path.is_dir() and path.name.isdigit()]
-    newest = place / str(max(numbers)) if numbers else place
+    begun = [number for number in numbers if _metrics_files(place / str(number))] or numbers  # not one that was refused
+    newest = place / str(max(begun)) if begun else place
     if not _metrics_files(newest):
         raise FileNotFoundError(
             f"run {newest} holds no metrics.csv, which fit writes at its first logged step where the config names no "
