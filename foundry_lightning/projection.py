@@ -23,6 +23,7 @@ from foundry_lightning.losses import IGNORED_LABEL, Scored
 
 _WIDTH_NAMES = ("hidden_size", "dim", "d_model", "n_embd")
 _INIT_STD = 0.02  # BERT's initializer_range
+_SIZES = 64  # numbers of places that a head sees are multiples of it
 _PROBE_SHAPE = (2, 6)
 _PROBE_POSITIONS = (9, 1, 4, 3, 7)  # of 12 places: unordered, from both rows, fewer than all
 
@@ -74,16 +75,19 @@ class ScoredProjection:
     def __call__(self, model: nn.Module, inputs: dict[str, Tensor], *, positions: Tensor) -> Projected:
         """See :class:`Projection`."""
         decoder = model.get_submodule(self.decoder)
+        # the head sees few sizes (the last place again up to a multiple): oneDNN keeps a kernel for each size it has
+        # met, and those of all R would fragment the memory of a long run
+        padded = torch.cat([positions, positions[-1:].expand(-len(positions) % _SIZES)])
         seen: list[Tensor] = []
 
         def choose(_: nn.Module, __: Any, output: Any) -> Any:
             seen.append(_first(output))
-            return _with_first(output, seen[0].flatten(0, 1).index_select(0, positions).unsqueeze(0))
+            return _with_first(output, seen[0].flatten(0, 1).index_select(0, padded).unsqueeze(0))
 
         with _forward_hook(model.get_submodule(self.body), choose), _returns_its_input(decoder):
             features = _logits(model(**inputs))
         weight, bias = decoder.weight, decoder.bias
-        return Projected(Scored(features.flatten(0, 1), weight, bias), seen[0])  # type: ignore[arg-type]
+        return Projected(Scored(features.flatten(0, 1)[: len(positions)], weight, bias), seen[0])  # type: ignore[arg-type]
 
 
 class PlainProjection:

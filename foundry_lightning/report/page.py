@@ -196,7 +196,7 @@ def _differences(runs: list[Run]) -> list[str]:
 
 
 def _samples(runs: list[Run]) -> list[str]:
-    parts = []
+    parts: list[str] = []
     for run, colour in zip(runs, colours(len(runs)), strict=True):
         if not run.samples:
             continue
