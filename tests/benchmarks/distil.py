@@ -22,12 +22,12 @@ VOCABULARY = 119_547
 BATCH, LENGTH = throughput.BATCH, throughput.LENGTH
 
 
-def models() -> tuple[Any, Any]:
+def models(vocab_size: int = VOCABULARY) -> tuple[Any, Any]:
     import torch
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": LENGTH}
     teacher = BertForMaskedLM(BertConfig(hidden_size=768, num_hidden_layers=12, **sizes))
     student = BertForMaskedLM(
         BertConfig(hidden_size=312, num_hidden_layers=4, num_attention_heads=12, intermediate_size=1200, **sizes)
@@ -44,10 +44,10 @@ def rows(*, mixed: bool) -> list[list[int]]:
     return [[101, *generator.integers(1000, VOCABULARY, LENGTH - 2).tolist(), 102] for _ in range(BATCH * 8)]
 
 
-def ours(*, mixed: bool) -> Figures:
+def ours(*, mixed: bool, vocab_size: int = VOCABULARY) -> Figures:
     from foundry_lightning import DataPipeline, DistilMLMConfig, DistilMLMTrainer
 
-    student, teacher = models()
+    student, teacher = models(vocab_size)
     clock = throughput.Clock(student, WARM)
     config = DistilMLMConfig(**throughput.OURS, trainer_kwargs={"callbacks": [clock.callback()]})
     pipe = DataPipeline(rows(mixed=mixed), batch_size=BATCH, max_length=LENGTH, pack=mixed)
