@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from foundry_lightning.commands import main
 from foundry_lightning.probe import FineTuning, probe
 from foundry_lightning.probe.labelled import read_labelled
 
+ROOT = Path(__file__).parents[1]
 ANIMALS, PLACES = ("cat", "dogs", "hills", "clouds"), ("mat", "rain", "day", "green")  # in the tokenizer
 
 
@@ -145,3 +148,13 @@ def tweets(tmp_path_factory):
 @pytest.mark.slow
 def test_the_tweets_are_all_read(tweets):
     assert len(read_labelled(tweets, task="ner")) == 2394
+
+
+@pytest.mark.slow
+def test_a_base_of_the_shipped_config_is_told_from_random_weights(tweets):
+    """Three seeds on frozen states, for the model of configs/mlm.yaml after 1,500 updates on `python-docs-wide`."""
+    command = ["fit", "--config", str(ROOT / "configs" / "mlm.yaml"), "--data.init_args.train", "python-docs-wide"]
+    assert main([*command, "--trainer.max_steps", "1500", "--evaluate.every", "1500", "--console.mode", "quiet"]) == 0
+    over = probe("runs/mlm/export", task="ner", train=tweets).lines[-1].over_random
+    assert min(over) > 0
+    assert mean(over) > stdev(over)
