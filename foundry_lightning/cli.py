@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from argparse import ArgumentError
 from pathlib import Path
@@ -25,7 +26,7 @@ from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, lo
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.export import export_student
 from foundry_lightning.modules.base import EncoderModule
-from foundry_lightning.parsing import explain
+from foundry_lightning.parsing import WrongUsage, explain
 
 _RUN = "foundry-lightning {} --config configs/mlm.yaml"
 LOOPS = {  # command -> what its --help says
@@ -107,14 +108,19 @@ class FoundryCLI(LightningCLI):
         """Parses, and turns what does not parse into one sentence.
 
         Raises:
-            ValueError: an unknown option (with the closest known one), or a value that does not fit.
+            WrongUsage: an unknown option, with the closest known one.
+            ValueError: a config with an unknown setting or a value that does not fit.
         """
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
             parsers = getattr(self, "_subcommand_parsers", {"": parser}).values()
             options = dict.fromkeys(o for p in parsers for a in p._actions for o in a.option_strings)
-            raise ValueError(explain(str(error), options=options)) from error
+            # an option that nests below a class is reported like a setting of a file
+            is_option = re.search(
+                r"nrecognized arguments|NestedArg\(|arguments are required: fit\.data, fit\.model", str(error)
+            )
+            raise (WrongUsage if is_option else ValueError)(explain(str(error), options=options)) from error
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds what this package has beside Lightning's own settings."""
@@ -126,6 +132,20 @@ class FoundryCLI(LightningCLI):
         parser.add_lightning_class_args(ConsoleReport, "console")
         parser.add_lightning_class_args(Samples, "samples")
         parser.set_defaults({"evaluate.every": 100, "checkpoint.every": 500})
+
+    def instantiate_classes(self) -> None:
+        """Builds the objects, and says in one sentence what an object refuses.
+
+        Raises:
+            ValueError: a setting that the objects refuse.
+        """
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            text = explain(str(error), options=())
+            if text == str(error):
+                raise
+            raise ValueError(text) from error
 
     # ------------------------------------------------------------- run folders
 

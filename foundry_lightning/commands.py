@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.checkpoint import checkpoint_file, read_checkpoint
 from foundry_lightning.cli import LOOPS, FoundryCLI, Help, from_yaml
+from foundry_lightning.doctor import diagnose
 from foundry_lightning.export import export_onnx, export_student, load_student_weights
 from foundry_lightning.parsing import did_you_mean, explain
 
@@ -26,6 +27,7 @@ _OVERVIEW = """\
 foundry-lightning: pretrain your own encoder from raw text, or distil one from a teacher.
 
   foundry-lightning fit --config configs/mlm.yaml        train; writes runs/mlm/1/ and runs/mlm/export/
+  foundry-lightning doctor --config configs/mlm.yaml     check all of a fit that needs no training
   foundry-lightning validate --config configs/mlm.yaml   evaluate the newest checkpoint of that run
   foundry-lightning test --config configs/mlm.yaml       the same
   foundry-lightning predict --config configs/mlm.yaml --data.predict '["a list of [MASK]"]'   fill blanks
@@ -231,8 +233,13 @@ def main(args: list[str] | None = None) -> int:
             if args[0] in _POSITIONAL and words:
                 options = [f"--{_POSITIONAL[args[0]]}={jsonlib.dumps(words)}", *options[len(words) :]]
             _call(command, options, name=args[0])
+        elif args[0] == "doctor":
+            if {"-h", "--help"} & set(args):
+                print((inspect.getdoc(diagnose) or "").partition("\n\nArgs:")[0])
+                raise SystemExit(0)
+            return diagnose(args[1:])
         elif args[0] not in LOOPS:
-            names = [*LOOPS, *_COMMANDS]
+            names = [*LOOPS, *_COMMANDS, "doctor"]
             close = did_you_mean(args[0], names) or f"; the commands are {', '.join(names)}."
             raise ValueError(f"unknown command {args[0]!r}{close}")
         else:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from foundry_lightning.data.order import PAD_TO, grouped_order, packed_rows
 from foundry_lightning.data.pipeline import DataPipeline
@@ -19,6 +22,7 @@ from foundry_lightning.masking import permutation
 _WHOLE = 200_000  # rows up to which all are looked at
 _SAMPLE = 10_000  # rows that stand for a larger source, or for a stream
 _MOST_TOKENS = 25_000_000  # more would take longer than the 5 s that a start may
+_MOST_PARAMETERS = 200_000_000  # of a CPU model that takes a step on a few tokens in about 3 s
 _BLOCK = 100  # rows that a sample takes from one place of the table
 _READING = 1.5  # seconds in which texts are read and tokenised
 
@@ -154,12 +158,25 @@ def model_facts(module: Any) -> dict[str, Any]:
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
     }
     facts["frozen_parameters"] = facts["parameters"] - facts["trainable_parameters"]
+    facts["unreached_parameters"] = _unreached(module)
     if getattr(module, "projection", None) is not None:
         facts["projection"] = module.projection.reason
     if getattr(module, "teacher", None) is not None:
         facts["teacher"] = type(module.teacher).__name__
         facts["teacher_parameters"] = sum(p.numel() for p in module.teacher.parameters())
     return facts
+
+
+def _unreached(module: Any) -> int | None:
+    """Trainable parameters that no loss reaches; None where a step on a few tokens cannot tell."""
+    if not isinstance(module.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):  # a forward gathers shards
+        return None
+    if module.device.type == "cpu" and sum(p.numel() for p in module.parameters()) > _MOST_PARAMETERS:
+        return None
+    try:
+        return int(sum(p.numel() for p in module.parameters_without_gradient().values()))
+    except Exception:  # the forward is the user's code, and may not take so short a row: the first step tells
+        return None
 
 
 def plan_facts(trainer: Any, data: dict[str, Any], *, num_batches: int | None, total: float) -> dict[str, Any]:
@@ -178,12 +195,39 @@ def plan_facts(trainer: Any, data: dict[str, Any], *, num_batches: int | None, t
     return facts
 
 
-def memory_facts(module: Any, device: torch.device) -> dict[str, Any]:
-    """Bytes of weights, gradients, AdamW's moments and teacher (activations not counted), and what is free."""
-    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    everything = sum(p.numel() * p.element_size() for p in module.parameters())
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    return {"memory_without_activations": everything + 3 * trained, "memory_free": free}
+def memory_facts(module: Any, device: torch.device, *, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Bytes that a run takes beside the activations of a batch, how many of them are still to come, and what is free.
+
+    `memory_without_activations` are weights (a teacher's too), gradients and optimizer state.
+    """
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    state = held = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            moments = 2 if "betas" in group else 1  # AdamW keeps two, Muon one
+            state += moments * sum(p.numel() * p.element_size() for p in group["params"])
+        values = [value for entry in optimizer.state.values() for value in entry.values()]
+        held += sum(value.numel() * value.element_size() for value in values if torch.is_tensor(value))
+    return {
+        "memory_without_activations": weights + gradients + state,
+        "memory_of_gradients": gradients,
+        "memory_of_optimizer": state,
+        "memory_to_come": gradients + max(state - held, 0),  # a resumed run holds its moments already
+        "memory_free": free_memory(device),
+    }
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that a process can still have on a device; None where the system does not say."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    return None if found is None else int(found[1]) * 1024
 
 
 def warnings_of(facts: dict[str, Any]) -> list[str]:
@@ -206,8 +250,11 @@ def warnings_of(facts: dict[str, Any]) -> list[str]:
             "epoch is one short update; lower the accumulation or batch_size."
         )
     memory = facts["memory"]
-    if memory["memory_free"] is not None and memory["memory_without_activations"] > memory["memory_free"]:
-        found.append("weights, gradients and moments alone exceed the free memory; take a smaller model.")
+    if memory["memory_free"] is not None and memory["memory_to_come"] > memory["memory_free"]:
+        found.append(
+            f"gradients and optimizer state alone need {memory['memory_to_come'] / 2**20:,.0f} MiB more, and "
+            f"{memory['memory_free'] / 2**20:,.0f} MiB are free; take a smaller model."
+        )
     return found
 
 
@@ -246,7 +293,7 @@ def facts_of(trainer: Any, module: Any) -> dict[str, Any]:
         "data": described,
         "model": model_facts(module),
         "plan": plan_facts(trainer, described, num_batches=num_batches, total=module._num_updates()),
-        "memory": memory_facts(module, trainer.strategy.root_device),
+        "memory": memory_facts(module, trainer.strategy.root_device, optimizers=trainer.optimizers),
         "unigram_baseline": None,
     }
     if masking is not None and isinstance(train, DataPipeline) and isinstance(val, DataPipeline):

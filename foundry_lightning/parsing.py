@@ -20,6 +20,10 @@ _NOISE = re.compile(
 )
 
 
+class WrongUsage(ValueError):
+    """A command line that names what there is not, or nothing to do."""
+
+
 def did_you_mean(name: str, known: Iterable[str], *, shown: str = "{}") -> str:
     """`; did you mean …?` with the closest known name; empty where none is close."""
     close = get_close_matches(name, list(known), n=1)
@@ -49,12 +53,20 @@ def explain(text: str, *, options: Iterable[str]) -> str:
         return f"missing: {names}" + (
             "; give a config, such as --config configs/mlm.yaml." if re.search(r"\b(model|data)\b", names) else "."
         )
-    return _of_tree(text) or text
+    return _of_tree(text) or _of_union(text) or text
 
 
 def _unknown_setting(name: str, options: list[str]) -> str:
     known = [option.removeprefix("--") for option in options]
     return f"the config has an unknown setting {name}" + (did_you_mean(name, known) or "; see fit --help.")
+
+
+def _of_union(text: str) -> str:
+    """What an object said that could not be built, without the report around it; empty where there is none."""
+    if not text.startswith("Does not validate against"):
+        return ""
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+    return " ".join(line for line in lines if not _NOISE.match(line))
 
 
 def _of_tree(text: str) -> str:

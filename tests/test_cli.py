@@ -171,6 +171,15 @@ def test_validate_predict_and_export_use_the_newest_checkpoint(project):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_what_an_object_refuses_is_said_in_one_line(project):
+    code, out = run("fit", "--config", "tiny.yaml", "--data.init_args.train", "none.txt", folder=project)
+    assert code == 2
+    (line,) = [line for line in out.splitlines() if line.startswith("foundry-lightning: ")]
+    assert line.startswith("foundry-lightning: source must name an existing file")
+    assert "Subtypes" not in out
+    assert not Path("runs").exists()
+
+
 def test_tokenizer_writes_a_folder_that_autotokenizer_loads(project):
     code, out = run(
         "tokenizer", "--source", "train.txt", "--vocab-size=60", "--min-frequency", "1", "--out", "tok", folder=project

@@ -10,7 +10,7 @@ import torch
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
 from foundry_lightning.callbacks.start_report import StartReport
-from foundry_lightning.facts import data_facts, sample_rows, unigram_loss
+from foundry_lightning.facts import data_facts, free_memory, memory_facts, sample_rows, unigram_loss
 from tests.conftest import texts, tiny_bert
 from tests.several import in_ranks
 
@@ -64,11 +64,11 @@ def test_a_look_at_a_stream_takes_no_row_of_an_iterator_that_serves_one_pass(tok
     assert facts(lambda: iter(["the cat"] * 4), tokenizer)["sampled_rows"] == 4
 
 
-def train(tokenizer, source, *, folder: str = "", **settings) -> tuple[dict, MLMTrainer]:
+def train(tokenizer, source, *, folder: str = "", student=None, **settings) -> tuple[dict, MLMTrainer]:
     if folder:
         settings["trainer_kwargs"] = {"callbacks": [StartReport(folder, show=False)]}
     config = MLMConfig(device="cpu", progress_bar=False, learning_rate=1e-2, **settings)
-    trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, config)
+    trainer = MLMTrainer(student or tiny_bert(len(tokenizer)), tokenizer, config)
     val = DataPipeline(texts(9, seed=1), tokenizer, max_length=32)
     pipeline = DataPipeline(source, tokenizer, batch_size=4, max_length=32)
     return trainer.train(pipeline, val, total_steps=4), trainer
@@ -118,3 +118,59 @@ def test_rank_0_alone_reports_and_no_rank_waits_for_ever(tokenizer, tmp_path, ki
     losses = [in_ranks(run(name), 2, tmp_path / f"ranks{name}") for name in ("", "here")]
     assert losses[0] == losses[1]
     assert len(list(tmp_path.rglob("start_report.json"))) == 1
+
+
+def test_parameters_that_no_loss_reaches_are_counted_and_nothing_changes(tokenizer):
+    student = tiny_bert(len(tokenizer))
+    student.spare = torch.nn.Linear(3, 4)
+    student.frozen = torch.nn.Linear(3, 4).requires_grad_(False)
+    train(tokenizer, texts(8), folder="here", student=student)
+    model = json.loads(Path("here/start_report.json").read_text())["model"]
+    assert model["unreached_parameters"] == 16
+    assert model["frozen_parameters"] == 16
+
+
+def test_a_model_too_large_for_a_short_step_is_not_tried(tokenizer, monkeypatch):
+    monkeypatch.setattr("foundry_lightning.facts._MOST_PARAMETERS", 10)
+    train(tokenizer, texts(8), folder="here")
+    assert json.loads(Path("here/start_report.json").read_text())["model"]["unreached_parameters"] is None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_memory_is_the_bytes_that_weights_gradients_and_optimizer_hold(tokenizer, optimizer):
+    _, trainer = train(tokenizer, texts(8), folder="here", optimizer=optimizer, save_dir="run", save_every=4)
+    memory = json.loads(Path("here/start_report.json").read_text())["memory"]
+    weights = 4 * sum(p.numel() for p in trainer.student.parameters())
+    state = torch.load("run/checkpoint.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    held = sum(v.numel() * v.element_size() for entry in state.values() for v in entry.values() if v.ndim)
+    assert memory["memory_of_gradients"] == weights
+    assert memory["memory_of_optimizer"] == held
+    assert memory["memory_without_activations"] == 2 * weights + held
+    assert memory["memory_to_come"] == weights + held
+
+
+def test_moments_that_a_resumed_run_holds_are_not_still_to_come(tokenizer):
+    module = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    before = memory_facts(module, torch.device("cpu"), optimizers=[optimizer])
+    assert before["memory_to_come"] == 3 * 4 * 16
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    after = memory_facts(module, torch.device("cpu"), optimizers=[optimizer])
+    assert after["memory_to_come"] == 4 * 16
+    assert after["memory_without_activations"] == before["memory_without_activations"] == 4 * 4 * 16
+
+
+def test_free_memory_is_told_where_the_system_tells_it():
+    assert free_memory(torch.device("meta")) is None
+    free = free_memory(torch.device("cpu"))
+    assert free is None or 0 < free < 2**50
+
+
+def test_too_little_memory_is_warned_of(tokenizer, monkeypatch):
+    monkeypatch.setattr("foundry_lightning.facts.free_memory", lambda device: 2**20 // 100)
+    train(tokenizer, texts(8), folder="here")
+    (found,) = [
+        w for w in json.loads(Path("here/start_report.json").read_text())["warnings"] if "memory" in w or "MiB" in w
+    ]
+    assert "take a smaller model" in found

@@ -21,10 +21,16 @@ class SaveEvery(AfterUpdate, Checkpoint):
     Args:
         every: Updates between two checkpoints; 0: only at the end of the run.
         folder: Where they go; None: the Trainer's `default_root_dir`.
-        keep: Step files kept, the newest ones.
+        keep: Step files kept, the newest ones; at least 1.
+
+    Raises:
+        ValueError: `every` below 0, or `keep` below 1.
     """
 
     def __init__(self, every: int, *, folder: str | os.PathLike[str] | None = None, keep: int = 3) -> None:
+        for name, value, least in (("every", every, 0), ("keep", keep, 1)):
+            if value < least:
+                raise ValueError(f"{name} of the checkpoints must be an integer of at least {least}, got {value!r}.")
         self.every, self.keep = every, keep
         self._folder = None if folder is None else Path(folder)
 

@@ -67,8 +67,12 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         rows += "; not looked at, this iterator can be read once"
     elif data["sampled_rows"] != data["rows"]:
         rows += f"; the shares describe a sample of {data['sampled_rows']:,}"
+    idle = f", {model['unreached_parameters']:,} that no loss reaches" if model["unreached_parameters"] else ""
     lines = [
-        ("student", f"{model['student']}, {model['parameters']:,} parameters, {model['frozen_parameters']:,} frozen"),
+        (
+            "student",
+            f"{model['student']}, {model['parameters']:,} parameters, {model['frozen_parameters']:,} frozen{idle}",
+        ),
         ("data", data["source"]),
         ("rows", rows),
     ]
@@ -80,7 +84,10 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     updates = "until stopped" if plan["updates"] is None else f"{plan['updates']:,}"
     tokens = "" if plan["tokens_planned"] is None else f", about {plan['tokens_planned']:,} tokens"
     lines.append(("updates", updates + tokens))
-    lines.append(("memory", f"{facts['memory']['memory_without_activations'] / 2**20:,.0f} MiB beside activations"))
+    needed, free = (facts["memory"][f"memory_{name}"] for name in ("without_activations", "free"))
+    free = "" if free is None else f"; {free / 2**20:,.0f} MiB are free now"
+    text = f"{needed / 2**20:,.0f} MiB for weights, gradients and optimizer state; activations come on top{free}"
+    lines.append(("memory", text))
     if "projection" in model:
         lines.append(("projection", model["projection"]))
     if facts["unigram_baseline"] is not None:

@@ -105,7 +105,7 @@ class EncoderModule(lightning.LightningModule):
         elif self.trainer.world_size > 1 and self.trainer.state.fn == "fit":
             if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("find_unused_parameters"):
                 return
-            unreached = self._parameters_without_gradient()
+            unreached = self.parameters_without_gradient()
             # DDP waits for the gradient of every parameter it finds trainable when it wraps the model
             self._unreached = list(unreached.values())
             for parameter in self._unreached:
@@ -113,7 +113,7 @@ class EncoderModule(lightning.LightningModule):
             if unreached:
                 self.say_once(f"no loss reaches these parameters, they stay as they are: {', '.join(unreached)}.")
 
-    def _parameters_without_gradient(self) -> dict[str, nn.Parameter]:
+    def parameters_without_gradient(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that a step on a few ordinary tokens gives no gradient; changes nothing."""
         assert self.student is not None
         named = {name: p for name, p in self.named_parameters() if p.requires_grad}
