@@ -782,7 +782,7 @@ RULES = [
     # ---------------------------------------------------------------- the report
     Rule("report", "a run is a folder with metrics", "run .*(does not exist|is a file|holds no metrics.csv)",
          {"missing": {}, "file": {"runs/mlm": "step\n1\n"}, "no metrics": {"runs/mlm/config.yaml": ""},
-          "the newest has none": {"runs/mlm/1/metrics.csv": "step,train/loss\n1,2\n", "runs/mlm/2/config.yaml": ""}},
+          "none has begun": {"runs/mlm/1/config.yaml": "", "runs/mlm/2/config.yaml": ""}},
          report_on),
     Rule("report", "metrics have steps and values", "(no column 'step'|has logged no step yet)",
          {"no step": {"runs/mlm/metrics.csv": "epoch,loss\n1,2\n"}, "binary": {"runs/mlm/metrics.csv": "\0\1\n"},

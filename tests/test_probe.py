@@ -152,9 +152,9 @@ def test_the_tweets_are_all_read(tweets):
 
 @pytest.mark.slow
 def test_a_base_of_the_shipped_config_is_told_from_random_weights(tweets):
-    """Three seeds on frozen states, for the model of configs/mlm.yaml after 1,500 updates on `python-docs-wide`."""
+    """Three seeds on frozen states, for the model of configs/mlm.yaml after 3,000 updates on `python-docs-wide`."""
     command = ["fit", "--config", str(ROOT / "configs" / "mlm.yaml"), "--data.init_args.train", "python-docs-wide"]
-    assert main([*command, "--trainer.max_steps", "1500", "--evaluate.every", "1500", "--console.mode", "quiet"]) == 0
+    assert main([*command, "--trainer.max_steps", "3000", "--evaluate.every", "3000", "--console.mode", "quiet"]) == 0
     over = probe("runs/mlm/export", task="ner", train=tweets).lines[-1].over_random
     assert min(over) > 0
     assert mean(over) > stdev(over)
