@@ -234,6 +234,8 @@ class FoundryCLI(LightningCLI):
     def after_fit(self) -> None:
         """Exports the student, also as the newest of this run name, and says where it lies."""
         self._stop.receive(self.trainer)
+        if self._stop.stopped_by and self.trainer.is_global_zero:
+            print(f"stopped and saved in {self.run_folder}; to go on, add --resume true")
         self._stop.raise_if_stopped(self.trainer)
         if not self.trainer.is_global_zero:
             return

@@ -194,6 +194,7 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*in eval mode at the start of training")  # a teacher always is
     # meant so: EncoderModule looks at every batch, ours and a user's own
     warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")
+    warnings.filterwarnings("ignore", message="Experiment logs directory .* exists")  # the metrics there are kept
 
 
 def _call(command: Callable[..., None], options: list[str], *, name: str) -> None:

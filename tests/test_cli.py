@@ -195,6 +195,7 @@ def test_sigterm_saves_and_ends_with_143_and_the_run_can_go_on(project):
     first = Path("runs/tiny/1/step=00000003.ckpt")
     code, out = run(*args, folder=project, kill_with=signal.SIGTERM, wait_for=first)
     assert code == 143, out
+    assert "stopped and saved in runs/" in out
     step = torch.load("runs/tiny/1/checkpoint.ckpt", weights_only=True)["global_step"]
     assert step >= 3
     code, out = run(*args[:-4], "--trainer.max_steps", str(step + 2), "--resume", "true", folder=project)
