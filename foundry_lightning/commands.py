@@ -7,6 +7,7 @@ import json as jsonlib
 import logging
 import re
 import sys
+import traceback
 import warnings
 from argparse import ArgumentError
 from collections.abc import Callable
@@ -184,6 +185,21 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 _POSITIONAL = {"probe": "models", "report": "runs"}  # command -> the option that the words before all options mean
 
+_SECTIONS_OF_COMMANDS = {
+    "tokenizer": "text",
+    "export": "runs-resume-export",
+    "probe": "is-the-base-any-good",
+    "report": "see-how-it-goes",
+    "doctor": "see-how-it-goes",
+}
+_SECTIONS_OF_FILES = {
+    "foundry_lightning/data/": "text",
+    "foundry_lightning/tokenizer.py": "text",
+    "foundry_lightning/modules/teacher.py": "distillation",
+    "foundry_lightning/students.py": "what-to-use-when",
+    "foundry_lightning/checkpoint.py": "runs-resume-export",
+}
+
 
 def _quiet() -> None:
     """Leaves out what Lightning says of itself at each start; warnings of this package and errors stay."""
@@ -214,6 +230,19 @@ def _call(command: Callable[..., None], options: list[str], *, name: str) -> Non
     except ArgumentError as error:
         known = [f"--{parameter.replace('_', '-')}" for parameter in inspect.signature(command).parameters]
         raise ValueError(f"{name}: {explain(str(error), options=known)}") from error
+
+
+def _section(error: BaseException, *, command: str) -> str:
+    """The README's section on what an error is about: that of the command, else of the innermost file it came from."""
+    if command in _SECTIONS_OF_COMMANDS:
+        return _SECTIONS_OF_COMMANDS[command]
+    files: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        files += [Path(frame.filename).as_posix() for frame in traceback.extract_tb(cause.__traceback__)]
+        cause = cause.__cause__ or cause.__context__
+    found = (section for file in reversed(files) for part, section in _SECTIONS_OF_FILES.items() if part in file)
+    return next(found, "settings")
 
 
 def main(args: list[str] | None = None) -> int:
@@ -249,7 +278,7 @@ def main(args: list[str] | None = None) -> int:
     except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, OSError, MisconfigurationException) as error:
         if debug:
             raise
-        print(f"foundry-lightning: {error}", file=sys.stderr)
+        print(f"foundry-lightning: {error}\nsee README.md#{_section(error, command=args[0])}", file=sys.stderr)
         return 2
     return 0
 

@@ -22,7 +22,8 @@ from foundry_lightning.commands import main
 from tests.conftest import texts
 from tests.several import Started
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
 
 
 def run(*args: str, folder: Path, kill_with: int | None = None, wait_for: Path | None = None) -> tuple[int, str]:
@@ -331,7 +332,7 @@ def test_a_typo_in_a_config_is_one_line_with_the_right_name(project, monkeypatch
     Path("typo.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     shown = refused(["fit", "--config", "typo.yaml"], monkeypatch, capsys)
     assert said in shown
-    assert shown.count("\n") == 1
+    assert shown.count("\n") == 2  # the second links to the README
     if "tokenizer" not in where and not where.endswith("student.init_args.config"):  # these are read later
         with pytest.raises(ValueError, match="config typo.yaml does not fit: ") as error:
             from_yaml("typo.yaml")
@@ -437,6 +438,27 @@ def test_a_config_distils_the_hidden_states_of_an_encoder(project):
     assert len(student.encoder.layer) == 0
     state = torch.load("runs/encoder/1/checkpoint.ckpt", weights_only=True)
     assert not [key for key in state["state_dict"] if key.startswith("teacher")]
+
+
+@pytest.mark.parametrize(
+    ("args", "section"),
+    [
+        (["fit", "--config", "tiny.yaml", "--data.init_args.train", "missing.txt"], "### Text"),
+        (["fit", "--config", "tiny.yaml", "--model.init_args.config.mask_prob", "2"], "## Settings"),
+        (["fit", "--config", "tiny.yaml", "--ckpt_path", "missing.ckpt"], "## Runs, resume, export"),
+        (["export", "--ckpt", "missing"], "## Runs, resume, export"),
+        (["probe", "missing", "--task", "ner", "--train", "missing"], "## Is the base any good?"),
+        (["report", "missing"], "## See how it goes"),
+        (["tokenizer", "--source", "missing.txt", "--vocab-size", "90", "--out", "t"], "### Text"),
+    ],
+)
+def test_an_error_links_to_the_section_of_the_readme(project, args, section):
+    code, out = run(*args, folder=project)
+    assert code == 2
+    link = re.search(r"see README.md#(\S+)", out)[1]
+    headings = re.findall(r"^##+ .*$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", h.lstrip("# ").lower()).replace(" ", "-"): h for h in headings}
+    assert anchors[link] == section
 
 
 def test_every_shipped_config_is_covered():

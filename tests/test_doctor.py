@@ -332,7 +332,7 @@ def test_an_option_that_is_not_there_is_wrong_usage(capsys, option):
     assert main(["doctor", "--config", "tiny.yaml", option, "1"]) == 2
     printed = capsys.readouterr()
     assert option.rpartition(".")[2].strip("-") in printed.err
-    assert len(printed.err.splitlines()) == 1
+    assert len(printed.err.splitlines()) == 2  # the second links to the README
     assert not printed.out
 
 
