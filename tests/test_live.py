@@ -237,7 +237,8 @@ def test_the_same_texts_are_filled_at_each_evaluation_and_after_a_resume(tokeniz
     held_out = set(texts(9, seed=1, low=6))
     for sample in found[0]["samples"]:
         assert len(sample["word"]) > 3
-        assert any(f"{sample['before']}{sample['word']}{sample['after']}" in text for text in held_out)
+        shown = f"{sample['before']}{sample['word']}{sample['after']}".strip("…")
+        assert any(shown in text for text in held_out)
         shares = [share for _, share in sample["guesses"]]
         assert len(shares) == 3
         assert shares == sorted(shares, reverse=True)
@@ -277,6 +278,17 @@ def test_a_stream_gives_samples_and_an_iterator_that_serves_one_pass_none(tokeni
 def test_texts_without_a_word_to_blank_give_none(tokenizer):
     module = build(tokenizer).module
     assert choose_blanks(module, DataPipeline(["a cat", "1234 5678 ????"], tokenizer), count=3, seed=0) == []
+
+
+def test_a_long_text_is_shown_around_the_blank_in_whole_words(tokenizer):
+    words = ["a", "cat", "sat", "on", "a", "mat", "and"] * 4
+    text = " ".join([*words, "hills", *words])
+    (blank,) = choose_blanks(build(tokenizer).module, DataPipeline([text], tokenizer), count=1, seed=0)
+    assert blank.word == "hills"
+    assert blank.before[0] == blank.after[-1] == "…"
+    assert f" {blank.before[1:]}hills{blank.after[:-1]} " in text
+    assert 40 < len(blank.before) <= 51
+    assert 20 < len(blank.after) <= 31
 
 
 def test_watching_a_run_changes_nothing_of_it(tokenizer, tmp_path, pipe):

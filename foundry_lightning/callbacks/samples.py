@@ -22,6 +22,7 @@ from torch import Tensor
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.masking import PIECE_SHIFT, permutation
 
+_CHARACTERS = 40  # looked at for each token of a row
 _LOOKED_AT = 200  # texts among which a word to blank is looked for
 _GUESSES = 3
 
@@ -81,6 +82,7 @@ def _texts(pipeline: DataPipeline, seed: int) -> Iterator[tuple[int, Any]]:
 
 def _blank(text: str, tokenizer: Any, max_length: int, seed: int, index: int) -> Blank | None:
     """A blank in the place of a word of more than three letters that is one token; None where there is none."""
+    text = text[: _CHARACTERS * max_length]  # a row may be a whole book
     encoded = tokenizer(text, truncation=True, max_length=max_length)
     words = [word for word in encoded.word_ids(0) if word is not None]
     spans = {word: encoded.word_to_chars(0, word) for word in dict.fromkeys(words) if words.count(word) == 1}
@@ -92,6 +94,10 @@ def _blank(text: str, tokenizer: Any, max_length: int, seed: int, index: int) ->
     input_ids = torch.tensor(encoded["input_ids"])
     input_ids[place] = tokenizer.mask_token_id
     before, after = text[max(span.start - 50, 0) : span.start], text[span.end : span.end + 30]
+    if span.start > 50:
+        before = "…" + (before.partition(" ")[2] or before)  # not from within a word
+    if span.end + 30 < len(text):
+        after = (after.rpartition(" ")[0] or after) + "…"
     return Blank(before.replace("\n", " "), text[span.start : span.end], after.replace("\n", " "), input_ids, place)
 
 
