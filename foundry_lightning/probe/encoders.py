@@ -25,9 +25,9 @@ _IGNORED = -100  # what the models' own losses leave out
 
 @dataclass(frozen=True)
 class FineTuning:
-    """How all weights are trained: epochs, rows of a batch, peak learning rate."""
+    """How all weights are trained: epochs, rows of a batch, peak learning rate (small models want about 1e-3)."""
 
-    epochs: int = 3
+    epochs: int = 10
     batch_size: int = 32
     learning_rate: float = 1e-4
 
