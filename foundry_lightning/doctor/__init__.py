@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import netrc
 import os
-import re
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 import lightning
-import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities.seed import isolate_rng
 from rich.console import Console
@@ -30,13 +26,12 @@ from rich.text import Text
 from foundry_lightning.callbacks import SaveEvery
 from foundry_lightning.checkpoint import AtomicCheckpointIO, require_folder
 from foundry_lightning.cli import FoundryCLI
-from foundry_lightning.data.order import PAD_TO
 from foundry_lightning.data.pipeline import DataPipeline
-from foundry_lightning.facts import facts_of
+from foundry_lightning.doctor.first_batch import MIB, Advice, Enough, FirstBatch
 from foundry_lightning.loggers import require_logger
 from foundry_lightning.modules.teacher import WithTeacher
 from foundry_lightning.parsing import WrongUsage, explain
-from foundry_lightning.projection import ScoredProjection, left_untouched
+from foundry_lightning.projection import ScoredProjection
 from foundry_lightning.tokenizer import load_tokenizer
 
 _COLOURS = {"ok": "green", "advice": "yellow", "problem": "red", "not checked": "dim"}
@@ -50,7 +45,6 @@ _NOTHING_WRITTEN = {
     "profiler": None,
     "fast_dev_run": False,
 }
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -66,14 +60,6 @@ class Finding:
     name: str
     status: str
     text: str
-
-
-class _Advice(str):
-    """A sentence of a check that found no problem, but something to look at."""
-
-
-class _Enough(Exception):
-    """Ends a fit before its first update."""
 
 
 class _Parsed(FoundryCLI):
@@ -176,8 +162,8 @@ class Doctor:
                     name, "problem", f"{type(error).__name__}: {error}; with --debug a fit shows where it is raised."
                 )
                 return False
-        self.say(name, "advice" if isinstance(text, _Advice) else "ok", text)
-        package = str(Path(__file__).parent)
+        self.say(name, "advice" if isinstance(text, Advice) else "ok", text)
+        package = str(Path(__file__).parents[1])
         for text in dict.fromkeys(str(w.message) for w in caught if w.filename.startswith(package)):
             self.say(name, "advice", text)
         return True
@@ -265,7 +251,7 @@ class Doctor:
         if wandb.init_args.get("offline") or os.environ.get("WANDB_MODE") in ("offline", "dryrun", "disabled"):
             return "WandbLogger, offline: `wandb sync` sends the run later."
         if not wandb_login():
-            return _Advice("no login of wandb was found: run `wandb login`, or set WANDB_MODE=offline.")
+            return Advice("no login of wandb was found: run `wandb login`, or set WANDB_MODE=offline.")
         return "WandbLogger, with a login."
 
     def _device(self) -> str:
@@ -310,9 +296,9 @@ class Doctor:
                     self.data = cli.build("data")
                 return text
             if self.failed("training data"):
-                return _Advice("none is named.")
+                return Advice("none is named.")
             if self.data.val is None:
-                return _Advice("there is none: nothing is evaluated while it trains; give --data.init_args.val.")
+                return Advice("there is none: nothing is evaluated while it trains; give --data.init_args.val.")
             return _first_rows(self.data.val)
 
         self.check("training data", train)
@@ -357,7 +343,7 @@ class Doctor:
         found = [("student", self.module.projection), ("teacher", getattr(self.module, "teacher_projection", None))]
         plain = [f"{name}: {p.reason}" for name, p in found if p is not None and not isinstance(p, ScoredProjection)]
         if plain:
-            return _Advice(f"all places are scored, which is slower ({'; '.join(plain)}).")
+            return Advice(f"all places are scored, which is slower ({'; '.join(plain)}).")
         return "only masked places are scored."
 
     def _packing(self) -> str:
@@ -375,7 +361,7 @@ class Doctor:
         checkpoint, export = 3 * sum(sizes), sum(sizes)  # with two moments for each weight
         files = (saver.keep if saver.every else 1) + 1  # the next one is written before the oldest is removed
         needed, free = files * checkpoint + 2 * export, shutil.disk_usage(_existing(self.checkpoints)).free
-        text = f"{files} checkpoints and 2 exports take {needed / _MIB:,.0f} MiB, {free / _MIB:,.0f} MiB are free"
+        text = f"{files} checkpoints and 2 exports take {needed / MIB:,.0f} MiB, {free / MIB:,.0f} MiB are free"
         if needed > free:
             raise OSError(f"{text}; free some, give another --runs_dir, or lower --checkpoint.keep.")
         return f"{text}."
@@ -389,7 +375,7 @@ class Doctor:
             for name in names:
                 self.say(name, "not checked", f"it needs {' and '.join(lacking)}.")
             return
-        watch = _Watch(self)
+        watch = FirstBatch(self.look_at)
         settings = {**self.trainer_settings, "callbacks": [watch]}
 
         def fit() -> str:
@@ -400,7 +386,7 @@ class Doctor:
                     datamodule=self.data,
                     ckpt_path=None if self.failed("resume") else self.cli.settings.ckpt_path,
                 )
-            except _Enough:
+            except Enough:
                 return watch.plan()
             raise ValueError("the fit ends before its first batch; give more rows, or raise --trainer.max_steps.")
 
@@ -411,7 +397,7 @@ class Doctor:
             for name in names[1:]:
                 self.say(name, "not checked", "it needs start.")
 
-    def look_at(self, watch: _Watch) -> None:
+    def look_at(self, watch: FirstBatch) -> None:
         """The checks within the fit, when its first batch is there."""
         self.check("first batch", watch.forward)
         self.check("gradients", watch.gradients, needs=("first batch",))
@@ -424,122 +410,6 @@ class Doctor:
             self.say("report", "ok", "no figure of the data looks wrong.")
 
 
-class _Watch(Callback):
-    """Looks at a fit until its first batch is there."""
-
-    trainer: Any
-    module: Any
-    batch: Any
-    facts: Mapping[str, Any]
-
-    def __init__(self, doctor: Doctor) -> None:
-        self.doctor = doctor
-        self.grown: int | None = None
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """What the start report would tell."""
-        self.facts = facts_of(trainer, pl_module)
-
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Checks, and ends the fit."""
-        self.trainer, self.module, self.batch = trainer, pl_module, batch
-        buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
-        self.doctor.look_at(self)
-        pl_module.zero_grad()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        raise _Enough
-
-    def plan(self) -> str:
-        """How long the run is."""
-        plan = self.facts["plan"]
-        window, of_epoch = plan["batches_per_update"], plan["batches_per_epoch"]
-        if plan["updates"] is None:
-            return "the run ends when it is stopped."
-        text = f"{plan['updates']:,} updates of {window} batch{'es' * (window > 1)}"
-        if not of_epoch:
-            return f"{text} of a stream."
-        epochs = plan["updates"] / -(-of_epoch // window)
-        text += f", {epochs:.3g} pass{'es' * (epochs != 1)} over {of_epoch:,} batches"
-        if epochs < 1:
-            return _Advice(f"{text}: the rest of the data is never seen; raise --trainer.max_steps to see all of it.")
-        return f"{text}."
-
-    def forward(self) -> str:
-        """Forward and backward of the first batch as the fit would do them."""
-        self.module.on_train_batch_start(self.batch, 0)
-        with _grown_memory(self.module.device) as grown:
-            output = self.trainer.strategy.training_step(self.batch, 0)
-            self.trainer.strategy.backward(output["loss"], self.trainer.optimizers[0])
-        self.grown = grown[0] if grown else None
-        loss, info = float(output["batch_loss"]), self.batch["info"]
-        rows, width = self.batch["input_ids"].shape
-        what = f"{rows} × {width} tokens" + (f", {info['num_masked']:,} masked" if "num_masked" in info else "")
-        if not torch.isfinite(output["batch_loss"]):
-            raise ValueError(
-                f"the loss of the first batch ({what}) is {loss}; look at the student's weights and at these rows."
-            )
-        if not sum(value for name, value in info.items() if name.startswith("num_")):
-            return _Advice(f"{what}: it teaches nothing; look at the texts, they hold special tokens only.")
-        return f"{what}, loss {loss:.4f}."
-
-    def gradients(self) -> str:
-        """Whether each parameter has a finite gradient."""
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        scaled = self.trainer.precision == "16-mixed"  # an overflow is how the scaler finds its scale
-        if not scaled and not torch.isfinite(norm):
-            raise ValueError(
-                f"the gradient's norm is {float(norm)} though the loss is finite; look at the student's layers."
-            )
-        idle = sum(p.numel() for p in parameters if p.grad is None)
-        if idle:
-            return _Advice(f"no loss reaches {idle:,} of the trainable parameters; they stay as they are.")
-        return "finite." if scaled else f"finite, norm {float(norm):.3g}."
-
-    def validation(self) -> str:
-        """One evaluation step."""
-        data, module = self.trainer.datamodule, self.module
-        batches = iter(data.val_dataloader())
-        batch = next(batches)
-        batches.close()
-        batch = module.transfer_batch_to_device(batch, module.device, 0)
-        with left_untouched(module.student), self.trainer.precision_plugin.val_step_context():
-            module.validation_step(batch, 0)
-        means = module.val_metric.compute()
-        module.val_metric.reset()
-        wrong = [name for name, value in means.items() if not torch.isfinite(value)]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)} of the first validation batch is not finite; look at its rows.")
-        return ", ".join(f"{name.replace('_', ' ')} {float(value):.4f}" for name, value in means.items()) + "."
-
-    def memory(self) -> str:
-        """What the run takes at its largest batch, beside what is free."""
-        memory, rows = self.facts["memory"], self.batch["input_ids"].numel()
-        device, free = self.module.device, memory["memory_free"]
-        if self.grown is None:
-            known = f"{memory['memory_without_activations'] / _MIB:,.0f} MiB for weights, gradients and optimizer state"
-            return _Advice(f"{known}; activations cannot be measured on {device.type}.")
-        largest = max(_largest_batch(self.trainer.datamodule.train), rows)
-        activations = max(self.grown - memory["memory_of_gradients"], 0) * largest / rows
-        needed = memory["memory_to_come"] + activations
-        text = (
-            f"{memory['memory_without_activations'] / _MIB:,.0f} MiB for weights, gradients and optimizer state, about "
-            f"{activations / _MIB:,.0f} MiB for a batch of {largest:,} places (measured with {rows:,})"
-        )
-        if free is None:
-            return _Advice(f"{text}; this system does not say how much is free.")
-        if needed > free:
-            raise ValueError(
-                f"{text}, {needed / _MIB:,.0f} MiB of it still to come, and {free / _MIB:,.0f} MiB are free; lower "
-                "batch_size (and raise accumulate_grad_batches), or set gradient_checkpointing=True."
-            )
-        return f"{text}; {free / _MIB:,.0f} MiB are free."
-
-
 def _first_rows(batches: Any) -> str:
     """Reads the first rows of a source."""
     if problems := batches.source_problems():
@@ -549,44 +419,6 @@ def _first_rows(batches: Any) -> str:
     if batches.is_stream:
         list(batches.source.peek(1000))
     return f"{batches.source.description}, its first rows can be read."
-
-
-def _largest_batch(batches: Any) -> int:
-    """Places of the largest batch, padding included."""
-    if not isinstance(batches, DataPipeline):
-        return max(int(batch["input_ids"].numel()) for batch in batches.batches)
-    if batches.batch_tokens is not None:
-        return batches.batch_tokens
-    longest = batches.max_length
-    if not (batches.pack or batches.is_stream):
-        longest = min(-(-int(batches.lengths.max()) // PAD_TO) * PAD_TO, longest)
-    return batches.batch_size * longest
-
-
-@contextmanager
-def _grown_memory(device: torch.device) -> Iterator[list[int]]:
-    """Leaves in the list by how many bytes the memory in use grew at most; nothing where that cannot be measured."""
-    grown: list[int] = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield grown
-        grown.append(torch.cuda.max_memory_allocated(device) - before)
-        return
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if device.type != "cpu" or not os.access(reset, os.W_OK):
-        yield grown
-        return
-
-    def resident(name: str) -> int:
-        found = re.search(rf"{name}:\s+(\d+) kB", status.read_text())
-        assert found is not None
-        return int(found[1]) * 1024
-
-    reset.write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    yield grown
-    grown.append(resident("VmHWM") - before)
 
 
 def _existing(folder: Path) -> Path:
