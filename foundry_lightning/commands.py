@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import inspect
 import json as jsonlib
-import logging
 import re
 import sys
 import traceback
-import warnings
 from argparse import ArgumentError
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.checkpoint import checkpoint_file, read_checkpoint
 from foundry_lightning.cli import LOOPS, FoundryCLI, Help, from_yaml
 from foundry_lightning.doctor import diagnose
 from foundry_lightning.export import export_onnx, export_student, load_student_weights
 from foundry_lightning.parsing import did_you_mean, explain
+from foundry_lightning.quiet import quiet_lightning
 
 _OVERVIEW = """\
 foundry-lightning: pretrain your own encoder from raw text, or distil one from a teacher.
@@ -201,18 +200,6 @@ _SECTIONS_OF_FILES = {
 }
 
 
-def _quiet() -> None:
-    """Leaves out what Lightning says of itself at each start; warnings of this package and errors stay."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")
-    warnings.filterwarnings("ignore", message=".*in eval mode at the start of training")  # a teacher always is
-    # meant so: EncoderModule looks at every batch, ours and a user's own
-    warnings.filterwarnings("ignore", message=".*have overridden `on_before_batch_transfer`")
-    warnings.filterwarnings("ignore", message="Experiment logs directory .* exists")  # the metrics there are kept
-
-
 def _call(command: Callable[..., None], options: list[str], *, name: str) -> None:
     """Calls a function with the options of a command line.
 
@@ -253,33 +240,41 @@ def main(args: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(_OVERVIEW)
         return 0
-    if not debug:
-        _quiet()
     try:
-        if args[0] in _COMMANDS:
-            command = _COMMANDS[args[0]]
-            options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), arg) for arg in args[1:]]
-            words = list(takewhile(lambda option: not option.startswith("-"), options))
-            if args[0] in _POSITIONAL and words:
-                options = [f"--{_POSITIONAL[args[0]]}={jsonlib.dumps(words)}", *options[len(words) :]]
-            _call(command, options, name=args[0])
-        elif args[0] == "doctor":
-            if {"-h", "--help"} & set(args):
-                print((inspect.getdoc(diagnose) or "").partition("\n\nArgs:")[0])
-                raise SystemExit(0)
-            return diagnose(args[1:])
-        elif args[0] not in LOOPS:
-            names = [*LOOPS, *_COMMANDS, "doctor"]
-            close = did_you_mean(args[0], names) or f"; the commands are {', '.join(names)}."
-            raise ValueError(f"unknown command {args[0]!r}{close}")
-        else:
-            sys.argv = ["foundry-lightning", *args]
-            FoundryCLI()
+        with nullcontext() if debug else quiet_lightning():
+            return _run(args)
     except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError, OSError, MisconfigurationException) as error:
         if debug:
             raise
         print(f"foundry-lightning: {error}\nsee README.md#{_section(error, command=args[0])}", file=sys.stderr)
         return 2
+
+
+def _run(args: list[str]) -> int:
+    """Calls the command, and gives its exit code.
+
+    Raises:
+        ValueError: an unknown command or option.
+    """
+    if args[0] in _COMMANDS:
+        command = _COMMANDS[args[0]]
+        options = [re.sub(r"^--[\w-]+", lambda name: "--" + name[0][2:].replace("-", "_"), arg) for arg in args[1:]]
+        words = list(takewhile(lambda option: not option.startswith("-"), options))
+        if args[0] in _POSITIONAL and words:
+            options = [f"--{_POSITIONAL[args[0]]}={jsonlib.dumps(words)}", *options[len(words) :]]
+        _call(command, options, name=args[0])
+    elif args[0] == "doctor":
+        if {"-h", "--help"} & set(args):
+            print((inspect.getdoc(diagnose) or "").partition("\n\nArgs:")[0])
+            raise SystemExit(0)
+        return diagnose(args[1:])
+    elif args[0] not in LOOPS:
+        names = [*LOOPS, *_COMMANDS, "doctor"]
+        close = did_you_mean(args[0], names) or f"; the commands are {', '.join(names)}."
+        raise ValueError(f"unknown command {args[0]!r}{close}")
+    else:
+        sys.argv = ["foundry-lightning", *args]
+        FoundryCLI()
     return 0
 
 

@@ -6,8 +6,6 @@ import copy
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +13,10 @@ import torch
 from torch import nn
 from transformers import AutoModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from foundry_lightning.checkpoint import path_of, read_checkpoint, require_folder
 from foundry_lightning.modules.base import max_positions
+from foundry_lightning.quiet import no_progress_bar, quiet_loading
 
 _CARD = """---
 license: unknown  # yours to choose before the folder is pushed to a hub
@@ -63,7 +61,7 @@ def export_student(
     require_folder(folder, name="export path")
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(student, "save_pretrained"):
-        with _no_progress_bar():
+        with no_progress_bar():
             student.save_pretrained(folder)  # type: ignore[operator]
     else:
         from safetensors.torch import save_model
@@ -147,30 +145,6 @@ def export_onnx(folder: str | os.PathLike[str]) -> Path:
             verbose=False,
         )
     return file
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """A model of this size is written at once; transformers would draw a bar on stderr."""
-    was_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Leaves out what transformers says of a head that is not in the folder, or not wanted."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with _no_progress_bar():
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def load_student_weights(student: nn.Module, checkpoint: str | os.PathLike[str] | dict[str, Any]) -> None:

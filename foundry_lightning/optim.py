@@ -78,8 +78,9 @@ class MuonWithAdamW(Optimizer):
         rest = [{**group, "params": [p for p in group["params"] if p not in taken]} for group in groups]
         muon = torch.optim.Muon(hidden, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         self._parts: list[Optimizer] = [muon]
+        self._adamw = partial(AdamW, lr=lr, fused=fused)
         if rest := [group for group in rest if group["params"]]:
-            self._parts.append(AdamW(rest, lr=lr, fused=fused))
+            self._parts.append(self._adamw(rest))
         super().__init__([group for part in self._parts for group in part.param_groups], defaults={})
         self._share()
 
@@ -89,6 +90,16 @@ class MuonWithAdamW(Optimizer):
         for part in self._parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """AdamW updates what is added later, such as what a callback unfreezes."""
+        if all(param_group is not group for part in self._parts for group in part.param_groups):
+            if len(self._parts) > 1:
+                self._parts[1].add_param_group(param_group)
+            else:
+                self._parts.append(self._adamw([param_group]))
+                self._parts[1].state = self.state
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over groups and state, which torch makes anew."""

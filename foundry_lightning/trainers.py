@@ -37,6 +37,7 @@ from foundry_lightning.modules.base import EncoderModule
 from foundry_lightning.modules.distil_mlm import DistilMLMLitModule
 from foundry_lightning.modules.encoder_distil import EncoderDistillLitModule
 from foundry_lightning.modules.mlm import MLMLitModule
+from foundry_lightning.quiet import quiet_lightning
 
 
 def build_trainer(
@@ -142,6 +143,7 @@ class _Facade:
         """The model in training."""
         return self.module.build_student()
 
+    @quiet_lightning()
     def train(
         self,
         dataset: Any,
@@ -222,6 +224,7 @@ class _Facade:
         bars = any(isinstance(callback, (ProgressBar, ConsoleReport)) for callback in own)
         return bool(self.config.progress_bar) and "enable_progress_bar" not in extra and not bars
 
+    @quiet_lightning()
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Evaluates the student: the same tokens are scored at every call.
 
@@ -248,6 +251,7 @@ class _Facade:
         settings = asdict(self.config)
         return {name: settings[name] for name in settings if settings[name] not in ("", None, {}, ())}
 
+    @quiet_lightning()
     def save_checkpoint(self, path: str | os.PathLike[str]) -> Path:
         """Saves student, optimizer, schedule and position; works before, during and after `train`.
 

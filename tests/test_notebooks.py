@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ SMALLER = [
 
 def executed(name: str) -> dict[str, Any]:
     """What a notebook's cells leave, run in order."""
-    Path("texts.txt").write_text("\n".join(texts(60)))
+    marked = [f"{first}, {second}." for first, second in pairwise(texts(20))]
+    Path("texts.txt").write_text("\n".join(texts(60) + marked))
     names: dict[str, Any] = {}
     for cell in json.loads(NOTEBOOKS[name].read_text())["cells"]:
         if cell["cell_type"] == "code":
@@ -53,7 +55,11 @@ def test_pretraining_runs_from_top_to_bottom():
 def test_distilling_runs_from_top_to_bottom(capsys):
     names = executed("02_distil")
     assert Path("my-student/model.safetensors").is_file()
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == ["teacher", "student", "alone"]
+    said = [line.split()[:1] for line in capsys.readouterr().out.splitlines()]
+    assert said[said.index(["teacher"]) :][:3] == [["teacher"], ["student"], ["alone"]]
+    assert [line.model for line in names["compared"].lines if line.over_random] == [
+        str(folder) for folder in names["folders"]
+    ]
     assert names["student"].config.num_hidden_layers == 1
 
 

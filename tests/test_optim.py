@@ -65,6 +65,26 @@ def test_an_update_is_torchs_muon_on_matrices_and_torchs_adamw_elsewhere():
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["AdamW has groups already", "AdamW has none yet"])
+def test_what_is_unfrozen_and_added_later_is_updated_by_adamw(bias):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Linear(6, 5))
+    late = list(net[1].parameters())
+    optimizer = MuonWithAdamW(parameter_groups([net[0]], weight_decay=0.1), hidden=[net[0].weight], lr=1e-2)
+    optimizer.add_param_group({"params": late, "weight_decay": 0.0})
+    before = [p.detach().clone() for p in late]
+    for _ in range(2):
+        net(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+    assert all((p - q).abs().max() > 1e-3 for p, q in zip(late, before, strict=True))
+    assert {"exp_avg", "exp_avg_sq"} <= set(optimizer.state[late[0]])  # AdamW's
+    other = MuonWithAdamW(parameter_groups([net[0]], weight_decay=0.1), hidden=[net[0].weight], lr=1e-2)
+    other.add_param_group({"params": late, "weight_decay": 0.0})
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[late[0]]["step"] == 2
+    assert other._parts[1].param_groups[-1] is other.param_groups[-1]
+
+
 def test_all_groups_follow_the_one_schedule_and_training_lowers_the_loss(tokenizer):
     rates = []
 

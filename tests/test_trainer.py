@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
 
 import pytest
 import torch
@@ -414,3 +416,17 @@ def test_a_missing_logger_package_raises_with_the_install_command(tokenizer, mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'foundry-lightning\[wandb\]'"):
         MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(log_backend="wandb"))
+
+
+def test_lightning_is_quiet_around_a_facade_and_as_it_was_after_it(tokenizer, caplog, recwarn):
+    logger = logging.getLogger("lightning.pytorch")
+    assert logger.level == logging.INFO
+    before = list(warnings.filters)
+    trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(device="cpu", progress_bar=False))
+    pipe = DataPipeline(texts(8), tokenizer, batch_size=4, max_length=16)
+    trainer.train(pipe, total_steps=2)
+    trainer.evaluate(pipe)
+    trainer.save_checkpoint("here")
+    assert not caplog.records
+    assert not [w for w in recwarn if "LeafSpec" in str(w.message) or "on_before_batch_transfer" in str(w.message)]
+    assert (logger.level, list(warnings.filters)) == (logging.INFO, before)

@@ -36,7 +36,7 @@ class Source:
         description: What the source is, for reports and errors: `3 files of 'data/*.jsonl'`.
         is_stream: True where neither the number of rows nor the content is fixed before reading (an `IterableDataset`,
             a callable, an iterable without a length, an iterator).
-        in_memory: True where the rows came as objects in memory (a list, an array, an embedded corpus).
+        in_memory: True where the rows came as objects in memory (a list, an array).
         one_shot: True for an iterator, whose rows can be read only once.
     """
 
@@ -122,11 +122,9 @@ class Source:
 class _Indexed(Source):
     """Lists, arrays, embedded corpora, and map-style data sets of torch."""
 
-    in_memory = True
-
-    def __init__(self, items: Any, description: str, text_column: str):
+    def __init__(self, items: Any, description: str, text_column: str, *, in_memory: bool = True):
         super().__init__(description, text_column)
-        self._items = items
+        self._items, self.in_memory = items, in_memory
 
     def __len__(self) -> int:
         return len(self._items)
@@ -301,7 +299,7 @@ def open_source(source: Any, *, text_column: str = "text", split_txt: str = "lin
     if isinstance(source, Source):
         return source
     if isinstance(source, str) and source in CORPUS_NAMES:
-        return _Indexed(corpus_paragraphs(source), f"corpus {source!r}", text_column)
+        return _Indexed(corpus_paragraphs(source), f"corpus {source!r}", text_column, in_memory=False)
     if isinstance(source, str | os.PathLike):
         return _open_files(os.fspath(source), text_column, split_txt)
     kind = type(source).__name__

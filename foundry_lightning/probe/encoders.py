@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from foundry_lightning.export import quiet_loading
 from foundry_lightning.modules.base import max_positions
 from foundry_lightning.optim import optimizer_with_schedule
 from foundry_lightning.probe.labelled import Labelled
+from foundry_lightning.quiet import quiet_lightning, quiet_loading
 from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 _IGNORED = -100  # what the models' own losses leave out
@@ -121,6 +121,7 @@ class Encoder:
         counts = np.bincount(rows.example, weights=[len(states) for states in hidden]).astype(np.float32)
         return cast("npt.NDArray[np.float32]", sums / counts[:, None])
 
+    @quiet_lightning()
     def fine_tuned(self, train: Labelled, test: Labelled, *, random: bool, settings: FineTuning) -> list[str]:
         """Labels of `test` after all weights were trained on `train`; a text is read up to `max_length`."""
         names = sorted(set(train.flat()))

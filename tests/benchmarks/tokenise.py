@@ -26,7 +26,8 @@ def tokenizer() -> Any:
     return train_tokenizer("python-docs", vocab_size=8000)
 
 
-def corpus(folder: str) -> str:
+def corpus(folder: str, *, megabytes: int = MEGABYTES) -> str:
+    """The path of a text file of this size, made on the first call."""
     from foundry_lightning.data.sources import open_source
 
     path = Path(folder) / "corpus.txt"
@@ -37,7 +38,7 @@ def corpus(folder: str) -> str:
         with path.open("w") as file:
             for number, text in enumerate(itertools.cycle(paragraphs)):
                 file.write(f"{number} {text}\n")
-                if number % 1000 == 0 and file.tell() > MEGABYTES * 10**6:
+                if number % 1000 == 0 and file.tell() > megabytes * 10**6:
                     break
     return str(path)
 
