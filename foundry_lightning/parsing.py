@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import callbacks, loggers
@@ -42,6 +43,10 @@ def explain(text: str, *, options: Iterable[str]) -> str:
         return f"unknown option {unknown[1]}" + (did_you_mean(unknown[1], options) or "; see --help.")
     if stray := re.search(r"[Uu]nrecognized arguments: (.*)", text):
         return f"{stray[1]} belongs to no option; options are written --NAME VALUE, see --help."
+    if absent := re.search(r"File does not exist: '(.+)'", text):
+        path = Path(absent[1])
+        close = did_you_mean(path.name, (found.name for found in path.parent.glob("*")))
+        return f"config: {path} does not exist" + (close or "; give the path of a YAML file.")
     if one_line := re.fullmatch(r'Parser key "([^"]+)": *(.+)', text.strip()):
         return f"{one_line[1]}: {one_line[2]}"
     if unknown := re.search(r"(?:Subcommand|Group) '([\w.]+)' does not accept option '([\w.]+)'", text):

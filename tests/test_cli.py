@@ -248,6 +248,8 @@ def refused(args: list[str], monkeypatch, capsys) -> str:
     [
         ("fti", "unknown command 'fti'; did you mean fit?"),
         ("fit --confg tiny.yaml", "unknown option --confg; did you mean --config?"),
+        ("fit --config tiny.yml", "tiny.yml does not exist; did you mean tiny.yaml?"),
+        ("fit --config there/own.yaml", "there/own.yaml does not exist; give the path of a YAML file."),
         ("fit --config tiny.yaml --config.init_arg 3", "unknown option --config.init_arg; did you mean --config?"),
         ("fit --config tiny.yaml --data.init_args.trian x", "has no setting 'trian'; did you mean train?"),
         (
