@@ -1,8 +1,9 @@
 """Text to tokenised rows on disk: beside the tokenizer's own batch speed, and how long the next start takes.
 
 A file of about 100 MB (the paragraphs of `python-docs`, numbered and repeated) is read, tokenised and written to the
-Arrow cache, and a quarter of it too: the peak of memory does not grow with the file. `raw` calls `encode_batch` on the same texts, already in memory, and throws the result away: what no data
-path can beat that keeps it. The second start makes a new pipeline over the same file, its order and its first batch.
+Arrow cache, and a quarter of it too: the peak of memory does not grow with the file. `raw` calls `encode_batch` on
+the same texts, already in memory, and throws the result away: what no data path can beat that keeps it. The second
+start makes a new pipeline over the same file, its order and its first batch.
 """
 
 from __future__ import annotations
