@@ -13,6 +13,8 @@ _NO_NEWS = (
     ".*LeafSpec.*deprecated",
     ".*in eval mode at the start of training",  # a teacher always is
     ".*have overridden `on_before_batch_transfer`",  # meant so: EncoderModule looks at every batch, a user's own too
+    "LightningCLI's args parameter",  # `export` calls it with its own
+    ".*is smaller than the logging interval",  # updates are counted over epochs, and the last is logged
     "Experiment logs directory .* exists",  # the metrics there are kept
 )
 

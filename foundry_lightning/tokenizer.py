@@ -128,7 +128,9 @@ def load_tokenizer(spec: Any, *, source: Any = None) -> Any:
     if not os.path.isdir(name) and (
         isinstance(spec, os.PathLike) or name.startswith((".", os.sep)) or name.count("/") > 1
     ):
-        raise FileNotFoundError(f"tokenizer must be an existing folder or a hub name, got {name!r}; correct the path.")
+        raise FileNotFoundError(
+            f"tokenizer must be an existing folder or a hub name, got {name!r}; correct the path, or make it first."
+        )
     if os.path.isdir(name) and not any(file.startswith(_TOKENIZER_FILES) for file in os.listdir(name)):
         raise FileNotFoundError(
             f"tokenizer folder {name!r} must hold tokenizer files, got none; save one there with save_pretrained."

@@ -82,6 +82,7 @@ def test_tokens_and_seconds_go_on_after_a_resume(tokenizer, tmp_path):
     second.train(train, total_steps=7)
     assert second.module.meter.tokens == tokens_of(train, 7)
     assert second.module.meter.seconds > before
+    assert second.module.meter.tokens_of_session == tokens_of(train, 7) - tokens_of(train, 4)
     second.train(train, total_steps=2)  # a new run
     assert second.module.meter.tokens == tokens_of(train, 2)
 

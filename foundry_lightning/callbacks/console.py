@@ -70,13 +70,12 @@ class ConsoleReport(AfterUpdate):
         self._total: int | None = None
         self._bar: Progress | None = None
         self._began, self._drawn = 0.0, 0.0
-        self._first_step = self._first_tokens = 0
+        self._first_step = 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Starts the clock, and the bar where one is shown."""
         super().on_train_start(trainer, pl_module)
         self._began, self._first_step = time.monotonic(), trainer.global_step
-        self._first_tokens = pl_module.meter.tokens
         total = pl_module._num_updates()
         self._total = None if math.isinf(total) else int(total)
         console = rich.get_console()
@@ -119,6 +118,8 @@ class ConsoleReport(AfterUpdate):
         parts = [f"loss {metrics['loss']:.3f}"]
         baseline = _baseline(trainer)
         if "mlm" in metrics:
+            if metrics["mlm"] != metrics["loss"]:
+                parts.append(f"mlm {metrics['mlm']:.3f}")
             if baseline is not None:
                 to = "to baseline" if self._bar is not None else "to the unigram baseline"
                 parts.append(f"{metrics['mlm'] - baseline:+.3f} {to}")
@@ -150,7 +151,7 @@ class ConsoleReport(AfterUpdate):
         """Takes the bar away, and says how long it took."""
         self._stop()
         if trainer.is_global_zero and self.mode != "quiet":
-            done, tokens = trainer.global_step - self._first_step, pl_module.meter.tokens - self._first_tokens
+            done, tokens = trainer.global_step - self._first_step, pl_module.meter.tokens_of_session
             text = f"{done:,} updates, {tokens:,} tokens in {_clock(time.monotonic() - self._began)}"
             rich.get_console().print(text, soft_wrap=True, highlight=False)
 

@@ -19,7 +19,7 @@ class Meter:
     """
 
     def __init__(self, *, tokens: int = 0, seconds: float = 0.0) -> None:
-        self.tokens = tokens
+        self.tokens = self._tokens_before = tokens
         self.learning_rate = self.grad_norm = 0.0
         self._seconds_before = seconds
         self._began: float | None = None
@@ -33,6 +33,11 @@ class Meter:
     def stop(self) -> None:
         """Training ends."""
         self._seconds_before, self._began = self.seconds, None
+
+    @property
+    def tokens_of_session(self) -> int:
+        """Attended tokens trained on since the run was started or resumed."""
+        return self.tokens - self._tokens_before
 
     @property
     def seconds(self) -> float:

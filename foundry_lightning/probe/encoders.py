@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import lightning
@@ -56,11 +57,16 @@ class Encoder:
         device: Where states are computed.
 
     Raises:
+        FileNotFoundError: a folder without a model.
         ValueError: a model without a fast tokenizer, or with fewer positions than `max_length`.
     """
 
     def __init__(self, path: str, *, max_length: int | None, device: torch.device) -> None:
         self.path, self.device = path, device
+        if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+            inner = Path(path) / "export"
+            advice = f"give {inner}" if inner.is_dir() else "give the folder of an export"
+            raise FileNotFoundError(f"model folder {path} must hold a config.json, got none; {advice}.")
         self.tokenizer = load_tokenizer(path)
         if not getattr(self.tokenizer, "is_fast", False):
             raise ValueError(f"model {path} needs a fast tokenizer, which finds the words' tokens; got a slow one.")
