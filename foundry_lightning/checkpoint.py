@@ -190,6 +190,16 @@ def logged_as(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return dict(checkpoint[_KEY].get("loggers", {}))
 
 
+def misfit(what: str, problems: list[str], *, trainer: Any) -> ValueError:
+    """The error of a checkpoint that cannot be gone on with here, and where its own settings are."""
+    config = Path(trainer.ckpt_path).parent / "config.yaml" if trainer is not None and trainer.ckpt_path else None
+    if config is not None and config.is_file():
+        advice = f"The settings of its run are in {config}; give --config {config}."
+    else:
+        advice = "Restore these, or start a new run."
+    return ValueError(f"{what}: {'; '.join(problems)}. {advice}")
+
+
 def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
     """Checks a checkpoint against the module on load, and sets the loops to the last finished update.
 
@@ -224,7 +234,7 @@ def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
         if limit is not None and 0 <= limit < done:
             problems.append(f"it has done {done} epochs, and the run is to end after {limit}")
     if problems:
-        raise ValueError("checkpoint does not fit: " + "; ".join(problems) + ". Restore these, or start a new run.")
+        raise misfit("checkpoint does not fit", problems, trainer=module._trainer)
     own = dict(module.state_dict())
     for name in own:
         plain = _plain(name)

@@ -51,7 +51,11 @@ class _SaveConfig(SaveConfigCallback):
     """Keeps the resolved config in the run folder; it can be run again as it is."""
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.is_global_zero and not self.already_saved:
+        """Not yet: a resume that is refused leaves the config of its run alone."""
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Writes the config, without what is about this start alone."""
+        if trainer.is_global_zero and not self.already_saved:
             folder = Path(trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
             config = self.config.clone()
@@ -64,7 +68,11 @@ class _SaveConfig(SaveConfigCallback):
 
 def _help(command: str) -> dict[str, str]:
     what, example = LOOPS[command]
-    more = "Each setting is an option too, the later one counts.\n--model.help CLASS lists the settings of a class."
+    more = (
+        "Each setting is an option too, the later one counts: --data.init_args.batch_size 32, "
+        "--data.init_args.tokenizer FOLDER, --model.init_args.config.learning_rate 1e-3 (README, Settings).\n"
+        "--model.help CLASS lists the settings of a class."
+    )
     return {
         "usage": f"foundry-lightning {command} --config FILE [--config FILE …] [--SETTING VALUE …]",
         "description": f"{what}\n\nExample: {example.format(command)}\n\n{more}",

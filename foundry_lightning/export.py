@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -79,6 +80,8 @@ def export_student(
     (folder / "README.md").write_text(
         _CARD.format(name=folder.name, rows=rows, **_kind(student, folder.name)), encoding="utf-8"
     )
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "README.md", weights)  # safetensors lets no other user read them
     return folder
 
 

@@ -90,7 +90,7 @@ def data_facts(batches: DataPipeline | ReadyBatches, *, masking: Any, seed: int,
     if num_rows is not None and facts["tokens"] is None:
         facts["tokens"] = round(facts["tokens_per_row"] * num_rows)
     if isinstance(batches, DataPipeline):
-        facts["cut_share"], facts["max_length_for_95_percent"] = _cut(batches)
+        facts |= _cut(batches)
     if masking is not None:
         special = np.isin(flat, np.array(masking.special_token_ids, dtype=np.uint64))
         facts["special_share"] = float(special.mean()) if len(flat) else 0.0
@@ -139,14 +139,18 @@ def _places(lengths: np.ndarray, pipeline: DataPipeline, *, seed: int, shuffle: 
     return int((widths * counts).sum())
 
 
-def _cut(pipeline: DataPipeline) -> tuple[float | None, int | None]:
-    """Share of the texts longer than `max_length`, and the `max_length` that would keep 95 % of them whole."""
+def _cut(pipeline: DataPipeline) -> dict[str, float | int | None]:
+    """Shares of the texts longer than `max_length` and of the tokens cut from them, and what would keep 95 % whole."""
+    found: dict[str, float | int | None] = dict.fromkeys(("cut_share", "cut_token_share", "max_length_for_95_percent"))
     if pipeline.long_rows != "truncate":
-        return 0.0, None
+        return {**found, "cut_share": 0.0, "cut_token_share": 0.0}
     whole = pipeline.untruncated_lengths(_in_time(pipeline.source.peek(_SAMPLE)))
     if whole is None or not len(whole):
-        return None, None
-    return float((whole > pipeline.max_length).mean()), int(-(-np.quantile(whole, 0.95) // PAD_TO) * PAD_TO)
+        return found
+    found["cut_share"] = float((whole > pipeline.max_length).mean())
+    found["cut_token_share"] = float(np.maximum(whole - pipeline.max_length, 0).sum() / max(whole.sum(), 1))
+    found["max_length_for_95_percent"] = int(-(-np.quantile(whole, 0.95) // PAD_TO) * PAD_TO)
+    return found
 
 
 def model_facts(module: Any) -> dict[str, Any]:
@@ -239,10 +243,11 @@ def warnings_of(facts: dict[str, Any]) -> list[str]:
         found.append(
             f"{data['unknown_share']:.1%} of the ordinary tokens are unknown to the tokenizer; train one on this text."
         )
-    if (data.get("cut_share") or 0) > 0.30:
+    texts, tokens = (data.get(name) or 0 for name in ("cut_share", "cut_token_share"))
+    if texts > 0.30 or tokens > 0.10:
         found.append(
-            f"max_length cuts {data['cut_share']:.0%} of the texts; long_rows='split' keeps all of them, "
-            f"max_length={data['max_length_for_95_percent']} would keep 95 % whole."
+            f"max_length cuts {texts:.1%} of the texts, and with them {tokens:.0%} of all tokens; long_rows='split' "
+            f"keeps all, max_length={data['max_length_for_95_percent']} would keep 95 % of the texts whole."
         )
     if plan["batches_per_epoch"] and plan["batches_per_update"] > plan["batches_per_epoch"]:
         found.append(

@@ -40,7 +40,7 @@ def explain(text: str, *, options: Iterable[str]) -> str:
     """
     options = list(options)
     if unknown := re.search(r"[Uu]nrecognized arguments: (--?[\w.-]+)", text):
-        return f"unknown option {unknown[1]}" + (did_you_mean(unknown[1], options) or "; see --help.")
+        return f"unknown option {unknown[1]}" + (_option_meant(unknown[1], options) or "; see --help.")
     if stray := re.search(r"[Uu]nrecognized arguments: (.*)", text):
         return f"{stray[1]} belongs to no option; options are written --NAME VALUE, see --help."
     if absent := re.search(r"File does not exist: '(.+)'", text):
@@ -59,6 +59,16 @@ def explain(text: str, *, options: Iterable[str]) -> str:
             "; give a config, such as --config configs/mlm.yaml." if re.search(r"\b(model|data)\b", names) else "."
         )
     return _of_tree(text) or _of_union(text) or text
+
+
+def _option_meant(option: str, options: list[str]) -> str:
+    """The closest known option; a setting of data or model by its full name, which is no option by itself."""
+    name = option.rpartition(".")[2].lstrip("-")
+    owners = {"--model.init_args.config.": "DistilMLMConfig", "--data.init_args.": "MLMDataModule"}
+    for prefix, owner in owners.items() if any(known.startswith("--model") for known in options) else ():
+        if name in inspect.signature(_imported(f"foundry_lightning.{owner}")).parameters:
+            return f"; did you mean {prefix}{name}?"
+    return did_you_mean(option, options)
 
 
 def _unknown_setting(name: str, options: list[str]) -> str:

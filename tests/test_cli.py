@@ -236,6 +236,18 @@ def test_bad_input_is_one_sentence_on_stderr_exit_code_2_and_nothing_written(pro
     assert not Path("runs/tiny/1/checkpoint.ckpt").exists()
 
 
+def test_a_resume_that_is_refused_names_the_runs_own_settings_and_leaves_them(project):
+    assert run("fit", "--config", "tiny.yaml", "--trainer.max_steps", "2", folder=project)[0] == 0
+    own = Path("runs/tiny/1/config.yaml").read_text()
+    change = ("--model.init_args.student.init_args.config.intermediate_size", "8")
+    for command in (("fit", "--resume", "true"), ("predict", "--data.init_args.predict", '["a [MASK]"]')):
+        code, out = run(*command, "--config", "tiny.yaml", *change, folder=project)
+        assert code == 2, out
+        assert "settings of its run are in runs/tiny/1/config.yaml" in out
+    assert Path("runs/tiny/1/config.yaml").read_text() == own
+    assert run("fit", "--config", "runs/tiny/1/config.yaml", "--resume", "true", folder=project)[0] == 0
+
+
 def refused(args: list[str], monkeypatch, capsys) -> str:
     """What a command that is used wrongly says, in this process."""
     monkeypatch.setattr(sys, "argv", sys.argv[:1])
@@ -248,6 +260,8 @@ def refused(args: list[str], monkeypatch, capsys) -> str:
     [
         ("fti", "unknown command 'fti'; did you mean fit?"),
         ("fit --confg tiny.yaml", "unknown option --confg; did you mean --config?"),
+        ("fit --config tiny.yaml --config.warmup_steps 3", "did you mean --model.init_args.config.warmup_steps?"),
+        ("fit --config tiny.yaml --batch_size 3", "did you mean --data.init_args.batch_size?"),
         ("fit --config tiny.yml", "tiny.yml does not exist; did you mean tiny.yaml?"),
         ("fit --config there/own.yaml", "there/own.yaml does not exist; give the path of a YAML file."),
         ("fit --config tiny.yaml --config.init_arg 3", "unknown option --config.init_arg; did you mean --config?"),

@@ -140,3 +140,8 @@ def test_the_export_command_writes_onnx_where_asked(tmp_path):
     assert code == 0, out
     ids = torch.tensor([[2, 6, 7, 3]])
     assert onnx_states(tmp_path / "mine", ids, torch.ones_like(ids)).shape == (1, 4, 16)
+
+
+def test_the_weights_of_an_export_are_as_readable_as_its_other_files(exported):
+    for folder in exported.values():
+        assert len({(folder / name).stat().st_mode & 0o777 for name in ("model.safetensors", "README.md")}) == 1

@@ -10,7 +10,7 @@ import torch
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
 from foundry_lightning.callbacks.start_report import StartReport
-from foundry_lightning.facts import data_facts, free_memory, memory_facts, sample_rows, unigram_loss
+from foundry_lightning.facts import data_facts, free_memory, memory_facts, sample_rows, unigram_loss, warnings_of
 from tests.conftest import texts, tiny_bert
 from tests.several import in_ranks
 
@@ -36,6 +36,17 @@ def test_a_text_as_long_as_max_length_is_not_cut_and_a_longer_one_is(tokenizer):
     found = facts(["the cat", "the cat sat"], tokenizer, max_length=4)
     assert found["cut_share"] == 0.5
     assert facts(["the cat", "the cat sat"], tokenizer, max_length=4, long_rows="split")["cut_share"] == 0
+
+
+def test_one_long_text_among_many_is_warned_of_by_the_share_of_its_tokens(tokenizer):
+    found = facts(["the cat"] * 99 + ["the cat " * 100], tokenizer, max_length=8)
+    assert found["cut_share"] == 0.01
+    assert found["cut_token_share"] == pytest.approx((202 - 8) / (99 * 4 + 202))
+    plan = {"batches_per_epoch": 9, "batches_per_update": 1}
+    (said,) = warnings_of(
+        {"data": {**found, "duplicate_share": 0}, "plan": plan, "memory": {"memory_free": None, "memory_to_come": 0}}
+    )
+    assert "cuts 1.0% of the texts, and with them 32% of all tokens; long_rows='split'" in said
 
 
 def test_rows_that_differ_in_order_only_are_no_duplicates(tokenizer):

@@ -76,7 +76,14 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("data", data["source"]),
         ("rows", rows),
     ]
-    names = {"padding": "padding", "cut": "cut", "duplicate": "duplicates", "unknown": "unknown", "special": "special"}
+    names = {
+        "padding": "padding",
+        "cut": "texts cut",
+        "cut_token": "tokens cut",
+        "duplicate": "duplicates",
+        "unknown": "unknown",
+        "special": "special",
+    }
     names["masked"] = "masked"
     found = [(text, data.get(f"{name}_share")) for name, text in names.items()]
     if shares := ", ".join(f"{text} {value:.1%}" for text, value in found if value is not None):

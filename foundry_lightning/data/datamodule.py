@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from foundry_lightning.checkpoint import changes
+from foundry_lightning.checkpoint import changes, misfit
 from foundry_lightning.config import SEED_END, Checks, problems_to_error
 from foundry_lightning.data.loader import Deal, WindowLoader
 from foundry_lightning.data.pipeline import DataPipeline
@@ -291,9 +291,7 @@ class MLMDataModule(lightning.LightningDataModule):
         """
         changed = changes(state_dict, self.order_settings())
         if changed and self.trainer is not None and self.trainer.state.fn == "fit":
-            raise ValueError(
-                f"checkpoint does not fit the data: {'; '.join(changed)}. Restore these, or start a new run."
-            )
+            raise misfit("checkpoint does not fit the data", changed, trainer=self.trainer)
 
 
 def _as_batches(data: Any, **pipeline_settings: Any) -> DataPipeline | ReadyBatches:

@@ -113,7 +113,8 @@ def _facts(runs: list[Run]) -> str:
     rows, texts = [], ("student", "trained on")
     for run, colour in zip(runs, colours(len(runs)), strict=True):
         speed = run.curve("train/tokens_per_second")[1]
-        steps, losses = run.curve("val/loss")
+        validation = "val/mlm" if "val/mlm" in run.metrics else "val/loss"  # as the baseline is
+        steps, losses = run.curve(validation)
         lowest = int(np.nanargmin(losses)) if np.isfinite(losses).any() else None
         planned, done = run.fact("plan", "updates"), f"{run.last_step:,}"
         facts = {
@@ -123,8 +124,8 @@ def _facts(runs: list[Run]) -> str:
             "updates": f"{done} of {planned:,}" if isinstance(planned, int) and planned != run.last_step else done,
             "tokens": _large(_last(run, "progress/tokens")),
             "wall time": _time(_last(run, "progress/seconds")),
-            "tokens/s": _number(np.nanmedian(speed), 0) if np.isfinite(speed).any() else None,
-            "validation loss": _number(_last(run, "val/loss"), 4),
+            "median tokens/s": _number(np.nanmedian(speed), 0) if np.isfinite(speed).any() else None,
+            "validation loss": _number(_last(run, validation), 4),
             "lowest": None if lowest is None else f"{losses[lowest]:.4f} at {steps[lowest]:,.0f}",
             "perplexity": _number(_last(run, "val/perplexity"), 2),
             "unigram baseline": _number(run.baseline, 4),
