@@ -9,11 +9,13 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from foundry_lightning import checkpoint as ckpt
+from foundry_lightning.callbacks.dropout_draws import DropoutDraws
 from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release
 from foundry_lightning.config import _TrainingFields
@@ -150,6 +152,10 @@ class EncoderModule(lightning.LightningModule):
             self._window = {"step": -1, "sums": {}, "tokens": 0}
             self._guard.begin_window()
         return {name: p for (name, p), g in zip(named.items(), gradients, strict=True) if g is None}
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What every fit has, whoever made the Trainer."""
+        return [DropoutDraws()]
 
     def prepare(self) -> None:
         """Checks student, tokenizer and config together; idempotent."""

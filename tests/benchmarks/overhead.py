@@ -1,7 +1,8 @@
 """What our modules, data path and Lightning cost beside a bare PyTorch loop that does the same maths.
 
 The model, rows and packed batches of `throughput`. The bare loop has its batches in a list and calls the same masking,
-projection and loss, clips and steps a fused AdamW. Both alternate in one process, step times are medians.
+projection and loss, draws dropout alike, clips and steps a fused AdamW. Both alternate in one process, step times are
+medians.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import statistics
 import time
 from typing import Any
 
+from foundry_lightning.callbacks.dropout_draws import four_draws_a_number
 from tests.benchmarks._rounds import write
 from tests.benchmarks.throughput import BATCH, LENGTH, OURS, VOCABULARY, model, rows
 
 WARM, STEPS = 2, 8
 
 
+@four_draws_a_number()
 def bare(student: Any, batches: list[dict[str, Any]]) -> list[float]:
     import torch
 
