@@ -44,7 +44,23 @@ LOOPS = {  # command -> what its --help says
 
 
 class Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Leaves the lines of a description, an example among them, as they are."""
+    """Leaves the lines of a description, an example among them, as they are; of classes it names this package's."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = re.sub(r", known subclasses: ([^)]*)", _public_classes, super()._expand_help(action))
+        return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text)  # Lightning's text is written for Sphinx
+
+
+def _public_classes(known: re.Match[str]) -> str:
+    public = [path for path in known[1].split(", ") if re.fullmatch(r"foundry_lightning\.[A-Z]\w+", path)]
+    return f", for example {', '.join(public)}" if public else ""
+
+
+class _Parser(LightningArgumentParser):
+    """Its --SETTING.help, a parser of its own class, is formatted as its --help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"formatter_class": Help, **kwargs})
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -102,10 +118,10 @@ class FoundryCLI(LightningCLI):
                 "enable_progress_bar": False,
                 "gradient_clip_val": 1.0,
             },
+            parser_class=_Parser,
             parser_kwargs={
                 "exit_on_error": False,
                 "allow_abbrev": False,  # a shortened option is a typo more often than meant
-                "formatter_class": Help,
                 **{name: {"exit_on_error": False, **_help(name)} for name in LOOPS},
             },
             args=args,

@@ -30,9 +30,9 @@ foundry-lightning: pretrain your own encoder from raw text, or distil one from a
   foundry-lightning doctor --config configs/mlm.yaml     check all of a fit that needs no training
   foundry-lightning validate --config configs/mlm.yaml   evaluate the newest checkpoint of that run
   foundry-lightning test --config configs/mlm.yaml       the same
-  foundry-lightning predict --config configs/mlm.yaml --data.predict '["a list of [MASK]"]'   fill blanks
+  foundry-lightning predict --config configs/mlm.yaml --data.init_args.predict '["a [MASK]"]'    fill blanks
   foundry-lightning tokenizer --source 'data/*.txt' --vocab-size 8000 --out my-tokenizer      train a tokenizer
-  foundry-lightning export --config configs/mlm.yaml --ckpt runs/mlm/1 --out my-model         export a checkpoint
+  foundry-lightning export --ckpt runs/mlm/1 --out my-model              export a checkpoint
   foundry-lightning probe my-model --task ner --train ner.txt    compare encoders on labelled data
   foundry-lightning report runs/mlm/1 --out report.html          curves and samples of runs as one page
 

@@ -231,7 +231,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         log_checkpoints: Whether wandb gets each checkpoint as a version of the artifact `model-RUN_ID`.
         run_name: Name of the run for the logger.
         project: Project of the wandb logger.
-        progress_bar: Whether a progress bar is shown.
+        progress_bar: Whether a progress bar is shown; without a terminal: lines.
         compile: Compile the student's layers with `torch.compile` while it trains.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         on_nonfinite: `raise` ends the run at an update whose loss or gradient is not finite, `skip` leaves it out

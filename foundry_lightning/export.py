@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from foundry_lightning.checkpoint import path_of, read_checkpoint, require_folder
 from foundry_lightning.modules.base import max_positions
-from foundry_lightning.quiet import no_progress_bar, quiet_loading
+from foundry_lightning.quiet import no_progress_bar, quiet_loading, quiet_onnx
 
 _CARD = """---
 license: unknown  # yours to choose before the folder is pushed to a hub
@@ -134,8 +133,7 @@ def export_onnx(folder: str | os.PathLike[str]) -> Path:
     example, mask = torch.ones(2, 8, dtype=torch.long), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     file = folder / "model.onnx"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch says of its own exporter and of packages it does not find
+    with quiet_onnx():
         torch.onnx.export(
             base,
             (example, mask),

@@ -184,18 +184,20 @@ def _unreached(module: Any) -> int | None:
 
 
 def plan_facts(trainer: Any, data: dict[str, Any], *, num_batches: int | None, total: float) -> dict[str, Any]:
-    """Updates and tokens of the whole run; None where nothing says how many."""
+    """Updates, passes over the data and tokens of the whole run; None where nothing says how many."""
     window = trainer.accumulate_grad_batches * trainer.world_size
     facts: dict[str, Any] = {
         "updates": None if math.isinf(total) else int(total),
         "updates_done": trainer.global_step,
         "batches_per_update": window,
         "batches_per_epoch": num_batches,
+        "epochs_planned": None,
         "tokens_planned": None,
     }
-    if facts["updates"] is not None and num_batches and data.get("tokens") is not None:
-        updates_of_epoch = -(-num_batches // window)
-        facts["tokens_planned"] = round(data["tokens"] * facts["updates"] / updates_of_epoch)
+    if facts["updates"] is not None and num_batches:
+        facts["epochs_planned"] = facts["updates"] / -(-num_batches // window)
+        if data.get("tokens") is not None:
+            facts["tokens_planned"] = round(data["tokens"] * facts["epochs_planned"])
     return facts
 
 

@@ -49,6 +49,20 @@ def no_progress_bar() -> Iterator[None]:
 
 
 @contextmanager
+def quiet_onnx() -> Iterator[None]:
+    """Leaves out what torch says of its own exporter and of packages it does not find."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
 def quiet_loading() -> Iterator[None]:
     """Leaves out what transformers says of a head that is not in the folder, or not wanted."""
     level = transformers_logging.get_verbosity()

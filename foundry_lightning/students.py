@@ -41,6 +41,8 @@ from transformers import (
 )
 from transformers import PreTrainedConfig as HFConfig
 
+from foundry_lightning.tokenizer import how_to_make
+
 TOKENIZER_IDS = ("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "mask_token_id")
 PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types", "attention_window")
 
@@ -191,7 +193,8 @@ class FromPretrained(StudentRecipe):
         folder = Path(self.path).expanduser()
         if not folder.is_dir() and _looks_like_path(self.path):
             raise FileNotFoundError(
-                f"path {self.path!r} is not a folder; give one written by save_pretrained, or a hub name."
+                f"path {self.path!r} is not a folder that save_pretrained wrote, nor a hub name; "
+                f"{how_to_make(self.path)}."
             )
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise FileNotFoundError(

@@ -129,7 +129,7 @@ def load_tokenizer(spec: Any, *, source: Any = None) -> Any:
         isinstance(spec, os.PathLike) or name.startswith((".", os.sep)) or name.count("/") > 1
     ):
         raise FileNotFoundError(
-            f"tokenizer must be an existing folder or a hub name, got {name!r}; correct the path, or make it first."
+            f"tokenizer must be an existing folder or a hub name, got {name!r}; {how_to_make(name)}."
         )
     if os.path.isdir(name) and not any(file.startswith(_TOKENIZER_FILES) for file in os.listdir(name)):
         raise FileNotFoundError(
@@ -143,6 +143,16 @@ def load_tokenizer(spec: Any, *, source: Any = None) -> Any:
             f"tokenizer must be a folder or a hub name, got {name!r}, and loading it gave: {first_line} "
             "Correct the name, or download it once while online."
         ) from error
+
+
+def how_to_make(folder: str) -> str:
+    """What to do about a folder that is not there; `runs/NAME/export` is what the run NAME leaves."""
+    path = Path(folder)
+    run = path.parent.parent if path.parent.name.isdigit() else path.parent
+    config = Path("configs", f"{run.name}.yaml")
+    if path.name == "export" and config.is_file():
+        return f"the run {run.name!r} makes it: foundry-lightning fit --config {config} first"
+    return "correct the path, or make it first"
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning
+import rich
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ProgressBar
@@ -38,6 +39,13 @@ from foundry_lightning.modules.distil_mlm import DistilMLMLitModule
 from foundry_lightning.modules.encoder_distil import EncoderDistillLitModule
 from foundry_lightning.modules.mlm import MLMLitModule
 from foundry_lightning.quiet import quiet_lightning
+
+
+def _lightning_shows(callbacks: list[Callback]) -> bool:
+    """Whether Lightning's bar is drawn: one that the user gives, or its own on a terminal where nothing else shows."""
+    if any(isinstance(callback, ProgressBar) for callback in callbacks):
+        return True
+    return rich.get_console().is_terminal and not any(isinstance(callback, ConsoleReport) for callback in callbacks)
 
 
 def build_trainer(
@@ -81,7 +89,7 @@ def build_trainer(
         "log_every_n_steps": config.log_every,
         "logger": logger,
         "enable_checkpointing": any(isinstance(callback, SaveEvery) for callback in callbacks),
-        "enable_progress_bar": config.progress_bar and not any(isinstance(c, ConsoleReport) for c in callbacks),
+        "enable_progress_bar": config.progress_bar and _lightning_shows(callbacks),
         "enable_model_summary": False,
         "use_distributed_sampler": False,
         "default_root_dir": config.save_dir or None,

@@ -374,6 +374,24 @@ def test_every_command_has_a_help_with_an_example_on_one_line(monkeypatch, capsy
     assert re.search(rf"^Example: foundry-lightning {command} \S+", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_help_of_a_setting_names_the_classes_of_this_package_alone(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
+    for args in (["fit", "--help"], ["fit", "--model.help", "MLMLitModule"]):
+        with pytest.raises(SystemExit):
+            main(args)
+        shown = "".join(capsys.readouterr().out.split())
+        assert "foundry_lightning.MLMLitModule" in shown
+        assert not re.search(r"knownsubclasses|torch\.nn|:paramref:|lightning\.pytorch\.loggers", shown)
+    assert "foundry_lightning.FromConfig" in shown
+
+
+def test_a_missing_export_names_the_run_that_makes_it(project, capsys):
+    Path("configs").mkdir(exist_ok=True)
+    Path("configs/mlm.yaml").write_text("run_name: mlm\n")
+    assert main(["fit", "--config", str(CONFIGS / "distil_mlm.yaml")]) == 2
+    assert "the run 'mlm' makes it: foundry-lightning fit --config configs/mlm.yaml first" in capsys.readouterr().err
+
+
 TINY = {
     "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
     "modernbert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},

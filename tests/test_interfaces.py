@@ -138,6 +138,7 @@ def test_the_export_command_writes_onnx_where_asked(tmp_path):
     assert run("fit", "--config", "c.yaml", *args, folder=tmp_path)[0] == 0
     code, out = run("export", "--ckpt", "runs/tiny/1", "--out", "mine", "--onnx", "true", folder=tmp_path)
     assert code == 0, out
+    assert all(line.startswith("exported: ") for line in out.splitlines()), out
     ids = torch.tensor([[2, 6, 7, 3]])
     assert onnx_states(tmp_path / "mine", ids, torch.ones_like(ids)).shape == (1, 4, 16)
 

@@ -162,6 +162,16 @@ def test_a_line_shows_loss_baseline_perplexity_rate_speed_and_time_left(tokenize
     assert "held-out text" in pipe.getvalue()
 
 
+def test_a_pipe_is_told_that_training_begins_and_no_bar_is_drawn_there(tokenizer, pipe, capfd):
+    train, val = data(tokenizer)
+    trainer = build(tokenizer, progress_bar=True)
+    trainer.train(train, total_steps=4)
+    assert "training on cpu; a line follows every 2 updates" in pipe.getvalue()
+    trainer.evaluate(val)
+    shown = capfd.readouterr()
+    assert not shown.out + shown.err, shown
+
+
 def test_a_terminal_gets_a_bar_that_goes_away_at_the_end(tokenizer, terminal):
     train, val = data(tokenizer)
     build(tokenizer, progress_bar=True).train(train, val, total_steps=6)

@@ -65,7 +65,9 @@ def test_controls_stand_beside_every_model(model, task, control):
     over = [a - b for a, b in zip(trained.scores[metric], random.scores[metric], strict=True)]
     assert trained.over_random == over
     assert random.over_random is None
-    assert found.table().row_count == 3
+    table = found.table()
+    assert table.row_count == 3
+    assert "8 examples are few: differences below 35 may be chance" in table.caption
 
 
 @pytest.mark.parametrize("task", ["ner", "classify"])

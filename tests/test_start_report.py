@@ -95,8 +95,10 @@ def test_a_facade_reports_where_the_callback_is_given_and_the_run_stays_the_same
     pairs = zip(first.student.parameters(), second.student.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     report = json.loads(Path("here/start_report.json").read_text())
+    num_batches = report["plan"]["batches_per_epoch"]
     assert report["data"]["rows"] == (20 if kind == "list" else None)
     assert report["plan"]["updates"] == 4
+    assert report["plan"]["epochs_planned"] == (4 / num_batches if kind == "list" else None)
     assert report["model"]["parameters"] == sum(p.numel() for p in second.student.parameters())
     assert 0 < report["unigram_baseline"] < 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -30,24 +31,30 @@ def compare(module: Any, batches: Any) -> list[tuple[str, int, float, float]]:
         batches: Validation batches of our loader; at most 50 are taken.
 
     Returns:
-        (name, parameters, mean cross-entropy in nats, attended tokens a second of the forward pass) of each.
+        (name, parameters, mean cross-entropy in nats, attended tokens a second of the forward pass) of each; the
+        first batch warms up, and the median of the others' rates counts.
     """
     models = [("student", module.student, module.projection), ("teacher", module.teacher, module.teacher_projection)]
-    seconds, losses, tokens, masked_tokens = [0.0, 0.0], [0.0, 0.0], 0, 0
+    rates: list[list[float]] = [[], []]
+    losses, masked_tokens = [0.0, 0.0], 0
     with torch.no_grad():
         for batch in islice(batches, 50):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             masked = module.mask(batch)
             inputs = {**module.inputs(batch), "input_ids": masked.input_ids}
-            tokens += batch["info"]["num_attended"]
             masked_tokens += batch["info"]["num_masked"]
             for n, (_, model, projection) in enumerate(models):
                 began = time.perf_counter()
                 scored = projection(model, inputs, positions=masked.positions).scored
                 losses[n] += float(vocabulary_loss(scored, labels=masked.labels).ce_sum)
-                seconds[n] += time.perf_counter() - began
+                rates[n].append(batch["info"]["num_attended"] / (time.perf_counter() - began))
     return [
-        (name, sum(p.numel() for p in model.parameters()), losses[n] / max(masked_tokens, 1), tokens / seconds[n])
+        (
+            name,
+            sum(p.numel() for p in model.parameters()),
+            losses[n] / max(masked_tokens, 1),
+            statistics.median(rates[n][1:] or rates[n]),
+        )
         for n, (name, model, _) in enumerate(models)
     ]
 
@@ -88,6 +95,10 @@ class ConsoleReport(AfterUpdate):
             )
             self._bar.add_task("", total=self._total, completed=trainer.global_step)
             self._bar.start()
+        elif trainer.is_global_zero and self.mode != "quiet":
+            every = pl_module.log_every
+            text = f"training on {pl_module.device}; a line follows every {every} updates"
+            console.print(text if every > 1 else f"training on {pl_module.device}", soft_wrap=True, highlight=False)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -89,8 +89,10 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if shares := ", ".join(f"{text} {value:.1%}" for text, value in found if value is not None):
         lines.append(("shares", shares))
     updates = "until stopped" if plan["updates"] is None else f"{plan['updates']:,}"
+    epochs = plan["epochs_planned"]
+    passes = "" if epochs is None else f", {epochs:,.3g} pass{'es' * (epochs != 1)} over the data"
     tokens = "" if plan["tokens_planned"] is None else f", about {plan['tokens_planned']:,} tokens"
-    lines.append(("updates", updates + tokens))
+    lines.append(("updates", updates + passes + tokens))
     needed, free = (facts["memory"][f"memory_{name}"] for name in ("without_activations", "free"))
     free = "" if free is None else f"; {free / 2**20:,.0f} MiB are free now"
     text = f"{needed / 2**20:,.0f} MiB for weights, gradients and optimizer state; activations come on top{free}"

@@ -67,7 +67,7 @@ class FirstBatch(Callback):
         text = f"{plan['updates']:,} updates of {window} batch{'es' * (window > 1)}"
         if not of_epoch:
             return f"{text} of a stream."
-        epochs = plan["updates"] / -(-of_epoch // window)
+        epochs = plan["epochs_planned"]
         text += f", {epochs:.3g} pass{'es' * (epochs != 1)} over {of_epoch:,} batches"
         if epochs < 1:
             return Advice(f"{text}: the rest of the data is never seen; raise --trainer.max_steps to see all of it.")

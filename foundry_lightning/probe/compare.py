@@ -25,6 +25,7 @@ from foundry_lightning.probe.labelled import TASKS, Labelled, read_labelled
 
 METRICS = {"ner": ("entity F1", "accuracy"), "pos": ("accuracy", "macro F1"), "classify": ("accuracy", "macro F1")}
 HOW = ("linear", "finetune")
+_FEW = 100  # scored examples below which the table says so
 
 
 @dataclass
@@ -60,7 +61,10 @@ class Comparison:
         """Mean ± standard deviation over the seeds in percent, the controls dim."""
         train, test = self.num_examples
         title = f"{self.task} on {self.train}: {train:,} examples to learn from, {test:,} scored ({self.test})"
-        table = Table(title=title, caption=f"percent; mean ± standard deviation of {len(self.seeds)} seeds")
+        caption = f"percent; mean ± standard deviation of {len(self.seeds)} seeds"
+        if test < _FEW:  # the standard error of a share near a half: 50 / √n
+            caption += f"; {test:,} examples are few: differences below {100 / test**0.5:.0f} may be chance"
+        table = Table(title=title, caption=caption)
         for name in ("model", "by", *METRICS[self.task], "over random weights"):
             table.add_column(name, justify="left" if name in ("model", "by") else "right", overflow="fold")
         for line in self.lines:
