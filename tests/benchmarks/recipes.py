@@ -24,6 +24,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "wsd": {"lr_scheduler": "wsd"},
     "muon": {"optimizer": "muon"},
     "masked share 0.3 to 0.15": {"mask_prob": 0.3, "mask_prob_end": 0.15},
+    "masked share 0.5 to 0.15": {"mask_prob": 0.5, "mask_prob_end": 0.15},
     "span": {"masking": "span"},
 }
 
