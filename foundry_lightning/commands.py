@@ -223,6 +223,8 @@ def _section(error: BaseException, *, command: str) -> str:
     """The README's section on what an error is about: that of the command, else of the innermost file it came from."""
     if command in _SECTIONS_OF_COMMANDS:
         return _SECTIONS_OF_COMMANDS[command]
+    if command not in LOOPS:
+        return "what-to-use-when"
     files: list[str] = []
     cause: BaseException | None = error
     while cause is not None:

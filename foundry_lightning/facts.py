@@ -295,6 +295,9 @@ def facts_of(trainer: Any, module: Any) -> dict[str, Any]:
     data = trainer.datamodule
     train, val, masking = data.train, data.val, getattr(module, "masking", None)
     described = data_facts(train, masking=masking, seed=data.seed, shuffle=data.shuffle)
+    end = getattr(getattr(module, "mask_share", None), "end", None)
+    if end is not None and "special_share" in described:
+        described["masked_at_end_share"] = end * (1 - described["special_share"])
     num_batches = None if train.is_stream else train.num_batches()
     facts: dict[str, Any] = {
         "data": described,

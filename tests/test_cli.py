@@ -258,7 +258,7 @@ def refused(args: list[str], monkeypatch, capsys) -> str:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ("fti", "unknown command 'fti'; did you mean fit?"),
+        ("fti", "unknown command 'fti'; did you mean fit?\nsee README.md#what-to-use-when"),
         ("fit --confg tiny.yaml", "unknown option --confg; did you mean --config?"),
         ("fit --config tiny.yaml --config.warmup_steps 3", "did you mean --model.init_args.config.warmup_steps?"),
         ("fit --config tiny.yaml --batch_size 3", "did you mean --data.init_args.batch_size?"),

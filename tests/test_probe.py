@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
+import rich
 import torch
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 from transformers import BertConfig, BertForMaskedLM
@@ -198,15 +199,19 @@ def test_a_base_of_the_shipped_config_is_told_from_random_weights(tweets):
     """
     command = ["fit", "--config", str(ROOT / "configs" / "mlm.yaml"), "--data.init_args.train", "python-docs-wide"]
     assert main([*command, "--trainer.max_steps", "3000", "--evaluate.every", "3000", "--console.mode", "quiet"]) == 0
-    over = probe("runs/mlm/export", task="ner", train=tweets).lines[-1].over_random
-    assert min(over) > 0
-    assert mean(over) > stdev(over)
-    lookup, _, base = probe(
+    entities = probe("runs/mlm/export", task="ner", train=tweets)
+    of_own_kind = probe(
         "runs/mlm/export",
         task="ner",
         train=without_marks("python-docs", 1500),
         test=without_marks("python-docs:val", 400),
-    ).lines
+    )
+    for found in (entities, of_own_kind):  # with `pytest -s`: the README's figures
+        rich.print(found.table())
+    over = entities.lines[-1].over_random
+    assert min(over) > 0
+    assert mean(over) > stdev(over)
+    lookup, _, base = of_own_kind.lines
     assert min(base.scores["entity F1"]) > 2 * max(lookup.scores["entity F1"])
     assert base.over_random is not None
     assert min(base.over_random) > 0.3

@@ -103,6 +103,12 @@ def test_a_facade_reports_where_the_callback_is_given_and_the_run_stays_the_same
     assert 0 < report["unigram_baseline"] < 4
 
 
+def test_a_share_of_masks_that_falls_is_told_with_its_end(tokenizer):
+    train(tokenizer, texts(20), folder="here", mask_prob=0.5, mask_prob_end=0.1)
+    found = json.loads(Path("here/start_report.json").read_text())["data"]
+    assert found["masked_at_end_share"] == pytest.approx(found["masked_share"] / 5)
+
+
 def test_bad_figures_are_warned_of_with_advice(tokenizer):
     source = ["the zebra " * 20] * 3 + ["the cat"]
     train(tokenizer, source, folder="here", grad_accumulation_steps=3)

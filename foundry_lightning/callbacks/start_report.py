@@ -83,8 +83,9 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         "duplicate": "duplicates",
         "unknown": "unknown",
         "special": "special",
+        "masked": "masked",
+        "masked_at_end": "at the end",
     }
-    names["masked"] = "masked"
     found = [(text, data.get(f"{name}_share")) for name, text in names.items()]
     if shares := ", ".join(f"{text} {value:.1%}" for text, value in found if value is not None):
         lines.append(("shares", shares))

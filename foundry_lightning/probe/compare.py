@@ -62,7 +62,7 @@ class Comparison:
         train, test = self.num_examples
         title = f"{self.task} on {self.train}: {train:,} examples to learn from, {test:,} scored ({self.test})"
         caption = f"percent; mean ± standard deviation of {len(self.seeds)} seeds"
-        if test < _FEW:  # the standard error of a share near a half: 50 / √n
+        if test < _FEW:  # two standard errors of a share near a half
             caption += f"; {test:,} examples are few: differences below {100 / test**0.5:.0f} may be chance"
         table = Table(title=title, caption=caption)
         for name in ("model", "by", *METRICS[self.task], "over random weights"):

@@ -14,7 +14,7 @@ from tests.benchmarks.throughput import BATCH, LENGTH, model, rows
 
 STEPS = 4
 GROUPS = {"aten::mm": "matrix products", "aten::addmm": "matrix products", "aten::bmm": "matrix products"}
-GROUPS |= {"aten::bernoulli_": "draws of dropout"}
+GROUPS |= {"aten::bernoulli_": "draws of dropout", "aten::random_": "draws of dropout"}  # torch's; four a number
 
 
 def shares() -> Figures:
