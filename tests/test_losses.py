@@ -67,15 +67,16 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 10.0])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("mlm_weight", "distill_weight"), [(0.02, 0.05), (0.02, 0.0), (0.0, 0.05), (0.0, 0.0)])
-@pytest.mark.parametrize("block_bytes", [None, 4 * 37 * 4])
+@pytest.mark.parametrize(("rows", "block_bytes"), [(11, None), (11, 4 * 37 * 4), (21, None), (37, 4 * 37 * 18)])
+@pytest.mark.parametrize("shared", [33, 37])
 def test_value_and_gradients_equal_the_plain_formula(
-    temperature, bias, mlm_weight, distill_weight, block_bytes, monkeypatch
+    temperature, bias, mlm_weight, distill_weight, rows, block_bytes, shared, monkeypatch
 ):
     if block_bytes is not None:  # then each block is also walked in parts of some classes
         monkeypatch.setattr(losses, "_PART_BYTES", 4 * 4 * 7)
-    student = make_scored(11, 8, 37, bias=bias)
-    teacher = make_scored(11, 12, 40, bias=bias, seed=5)
-    labels = make_labels(11, 37)
+    student = make_scored(rows, 8, 37, bias=bias)
+    teacher = make_scored(rows, 12, 40, bias=bias, seed=5)
+    labels = make_labels(rows, 37)
     loss = vocabulary_loss(
         student,
         labels=labels,
@@ -83,10 +84,10 @@ def test_value_and_gradients_equal_the_plain_formula(
         mlm_weight=mlm_weight,
         distill_weight=distill_weight,
         temperature=temperature,
-        num_shared_classes=33,
+        num_shared_classes=shared,
         block_bytes=block_bytes,
     )
-    ce, kl = plain_terms(student.scores(), labels, teacher.scores().detach(), temperature, 33)
+    ce, kl = plain_terms(student.scores(), labels, teacher.scores().detach(), temperature, shared)
     expected = mlm_weight * ce + distill_weight * kl
     torch.testing.assert_close(loss.total, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss.ce_sum, ce.detach() * (mlm_weight != 0), rtol=1e-5, atol=1e-5)
@@ -116,8 +117,9 @@ def test_gradients_equal_finite_differences_in_float64(block_bytes):
     assert torch.autograd.gradcheck(total, leaves(student))
 
 
-def test_ready_scores_give_the_same_loss_and_gradient_as_their_factors():
-    student, teacher, labels = make_scored(7, 4, 9), make_scored(7, 6, 9, seed=5), make_labels(7, 9)
+@pytest.mark.parametrize("rows", [7, 17])
+def test_ready_scores_give_the_same_loss_and_gradient_as_their_factors(rows):
+    student, teacher, labels = make_scored(rows, 4, 9), make_scored(rows, 6, 9, seed=5), make_labels(rows, 9)
     student_scores = student.scores().detach().requires_grad_()
     whole = vocabulary_loss(
         Scored(student_scores),
@@ -128,6 +130,8 @@ def test_ready_scores_give_the_same_loss_and_gradient_as_their_factors():
     )
     parts = vocabulary_loss(student, labels=labels, teacher=teacher, distill_weight=0.5)
     torch.testing.assert_close(whole.total, parts.total)
+    mixed = vocabulary_loss(student, labels=labels, teacher=Scored(teacher.scores()), distill_weight=0.5)
+    torch.testing.assert_close(mixed.total, parts.total)
     ce, kl = plain_terms(student_scores, labels, teacher.scores().detach(), 2.0, 9)
     wanted = torch.autograd.grad(ce + 0.5 * kl, student_scores)
     torch.testing.assert_close(torch.autograd.grad(whole.total, student_scores), wanted)
@@ -302,7 +306,21 @@ def test_without_a_size_a_block_takes_64_mib_at_most():
     student = make_scored(100, 2, 200_000)  # 76 MiB of scores
     with Recorder() as recorded:
         vocabulary_loss(student, labels=make_labels(100, 200_000), teacher=student, distill_weight=1.0)
-    assert recorded.numel == 50 * 200_000
+    assert recorded.numel == 64 * 200_000  # 49 MiB: more rows than half of them for a multiple of 16
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(9, 9), (16, 16), (33, 48)])
+def test_products_have_a_multiple_of_16_rows_where_there_are_as_many(rows, blocks):
+    with Recorder() as recorded:
+        vocabulary_loss(make_scored(rows, 2, 1000), labels=make_labels(rows, 1000)).total.backward()
+    assert recorded.numel == blocks * 1000
+
+
+def test_padding_never_makes_a_block_larger_than_its_size():
+    student = make_scored(100, 2, 50)
+    with Recorder() as recorded:  # 100 rows in four blocks are 25 each: 32 would be too many
+        vocabulary_loss(student, labels=make_labels(100, 50), block_bytes=4 * 50 * 31)
+    assert recorded.numel == 16 * 50
 
 
 def test_distilling_holds_one_block_of_scores_for_each_model(monkeypatch):
