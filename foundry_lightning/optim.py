@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.overrides import TorchFunctionMode
 
 from foundry_lightning.schedule import lr_factor
 
@@ -50,6 +51,15 @@ def require_optimizer(name: str) -> None:
             f"optimizer='muon' needs torch 2.9 or later, this is torch {torch.__version__}; install a newer torch, or "
             "set optimizer='adamw'."
         )
+
+
+class _Float32OnCPU(TorchFunctionMode):
+    """What Muon computes in bfloat16 is computed in float32 on a CPU, most of which emulate bfloat16, slowly."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.bfloat16 and args[0].device.type == "cpu":
+            return args[0].to(torch.float32, copy=True)
+        return func(*args, **(kwargs or {}))
 
 
 class MuonWithAdamW(Optimizer):
@@ -112,8 +122,9 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
-            part.step()
+        with _Float32OnCPU():
+            for part in self._parts:
+                part.step()
         return loss
 
 

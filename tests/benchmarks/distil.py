@@ -17,7 +17,7 @@ from typing import Any
 from tests.benchmarks import throughput
 from tests.benchmarks._rounds import Figures, in_turn, table, write
 
-WARM, STEPS = 1, 3
+WARM, STEPS = 2, 4
 VOCABULARY = 119_547
 BATCH, LENGTH = throughput.BATCH, throughput.LENGTH
 
