@@ -146,8 +146,8 @@ class FoundryCLI(LightningCLI):
             )
             raise (WrongUsage if is_option else ValueError)(explain(str(error), options=options)) from error
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds what this package has beside Lightning's own settings."""
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds what this package has beside Lightning's own settings; first, as --help lists them in this order."""
         parser.add_argument("--run_name", type=str, default="mlm", help="Runs go to RUNS_DIR/RUN_NAME/1, 2, …")
         parser.add_argument("--runs_dir", type=str, default="runs", help="Folder of all runs.")
         parser.add_argument("--resume", type=bool, default=False, help="Go on with the newest run of this name.")
@@ -156,6 +156,7 @@ class FoundryCLI(LightningCLI):
         parser.add_lightning_class_args(ConsoleReport, "console")
         parser.add_lightning_class_args(Samples, "samples")
         parser.set_defaults({"evaluate.every": 100, "checkpoint.every": 500})
+        super().add_core_arguments_to_parser(parser)
 
     def instantiate_classes(self) -> None:
         """Builds the objects, and says in one sentence what an object refuses.

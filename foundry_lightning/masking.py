@@ -189,7 +189,7 @@ class Masking:
         text = torch.arange(batch_size, device=input_ids.device).unsqueeze(1).expand(batch_size, length)
         if text_ids is not None:
             text = text * length + text_ids
-        text_starts = _changes(text)
+        text_starts = changes(text)
         position = positions_in_text(attended, text)
         keys = _row_keys(row_ids, seed=self.seed, epoch=epoch)
 
@@ -201,7 +201,7 @@ class Masking:
                 raise ValueError(
                     "masking 'whole_word' needs word_ids; use a fast tokenizer, or masking='token' for ready ids."
                 )
-            unit_starts = _changes(word_ids) | text_starts
+            unit_starts = changes(word_ids) | text_starts
         else:
             drawn = _draw32(keys, position, _SPAN) < (1 << 32) // _MEAN_SPAN
             broken = torch.nn.functional.pad(~eligible[:, :-1], (1, 0), value=True)
@@ -325,7 +325,7 @@ def _on_device(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def _changes(values: Tensor) -> Tensor:
+def changes(values: Tensor) -> Tensor:
     """`[B, S]` bool: True where a value differs from the one before it in its row; True at the row's start."""
     return torch.nn.functional.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
 
@@ -340,7 +340,7 @@ def _carry(values: Tensor, starts: Tensor) -> Tensor:
 def positions_in_text(attended: Tensor, text_ids: Tensor) -> Tensor:
     """`[B, S]`: attended tokens of the text before each place, so that padding on either side changes nothing."""
     before = attended.long().cumsum(1) - attended.long()
-    return before - _carry(before, _changes(text_ids))
+    return before - _carry(before, changes(text_ids))
 
 
 def _runs(keys: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

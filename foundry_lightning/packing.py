@@ -2,8 +2,8 @@
 
 Packed texts must not see each other (Krell et al. 2021, arXiv:2107.02027, section 4). A model gets an additive
 float mask ``[B, 1, S, S]`` (a boolean one leaks in MPNet), or one for each kind of layer where its
-``config.layer_types`` says that it has several, and ``position_ids``. :func:`find_packing` proves on the actual model
-that both are heeded.
+``config.layer_types`` says that it has several, and ``position_ids``; a flash-attention kernel gets the places where
+texts start in the place of a mask. :func:`find_packing` proves on the actual model that both are heeded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foundry_lightning.masking import positions_in_text
-from foundry_lightning.projection import accepts, first_position, left_untouched, outputs_of, probe_ids
+from foundry_lightning.masking import changes, positions_in_text
+from foundry_lightning.projection import (
+    accepts,
+    first_position,
+    left_untouched,
+    outputs_of,
+    probe_ids,
+    uses_flash_attention,
+)
 
 _LENGTHS = (4, 5)  # of the texts that are packed for the proof
 _PADDING = 3
@@ -30,19 +37,32 @@ class Packing:
         first_position: What it calls the first position (RoBERTa counts from ``padding_idx + 1``).
         windows: Kind of layer -> how far its attention reaches, None for all of a row; empty: one mask for all layers.
         dtype: Of the mask: that of the model's weights.
+        flash: Whether it attends with a flash-attention kernel.
     """
 
     first_position: int
     windows: Mapping[str, int | None]
     dtype: torch.dtype
+    flash: bool
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """What the model takes of a packed batch.
 
         Args:
-            batch: ``input_ids`` and ``text_ids``, the number of each token's text within its row, ``[B, S]``.
+            batch: ``input_ids`` and ``text_ids``, the number of each token's text within its row, ``[B, S]``; with
+                ``text_starts`` (see :func:`text_starts`) flash attention needs no word from the device.
         """
         text_ids = batch["text_ids"]
+        positions = positions_in_text(torch.ones_like(text_ids, dtype=torch.bool), text_ids) + self.first_position
+        inputs = {"input_ids": batch["input_ids"], "position_ids": positions}
+        if self.flash:
+            starts, longest = batch.get("text_starts"), text_ids.shape[1]
+            starts = text_starts(text_ids) if starts is None else starts
+            return {
+                **inputs,
+                **{f"cu_seq_lens_{side}": starts for side in "qk"},
+                **{f"max_length_{side}": longest for side in "qk"},
+            }
         apart = text_ids.unsqueeze(2) != text_ids.unsqueeze(1)
         mask: Any = self._mask(apart)
         if self.windows:
@@ -52,8 +72,7 @@ class Packing:
                 kind: mask if reach is None else self._mask(apart | (distance > reach))
                 for kind, reach in self.windows.items()
             }
-        positions = positions_in_text(torch.ones_like(text_ids, dtype=torch.bool), text_ids) + self.first_position
-        return {"input_ids": batch["input_ids"], "attention_mask": mask, "position_ids": positions}
+        return {**inputs, "attention_mask": mask}
 
     def _mask(self, apart: Tensor) -> Tensor:
         """`[B, 1, S, S]`: 0 where a place is seen, the type's lowest number where it is not."""
@@ -61,11 +80,18 @@ class Packing:
         return mask.masked_fill_(apart, torch.finfo(self.dtype).min).unsqueeze(1)
 
 
+def text_starts(text_ids: Tensor) -> Tensor:
+    """``[N + 1]`` int32: where each of the N texts of a batch starts, rows laid end to end, and the end of all."""
+    starts = changes(text_ids).flatten().nonzero()[:, 0]
+    return torch.nn.functional.pad(starts, (0, 1), value=text_ids.numel()).to(torch.int32)
+
+
 def find_packing(model: nn.Module, *, name: str) -> Packing:
     """The packing of ``model``, proven by a small forward that leaves the model as it was.
 
     In a row of two texts and padding, exchanging one text must leave the other's outputs equal to the bit, and each
-    text's outputs must be those that it gets in a row of its own.
+    text's outputs must be those that it gets in a row of its own. Flash attention is proven as it will run, under the
+    autocast that is on.
 
     Raises:
         ValueError: the model does not keep them apart, or fails.
@@ -83,10 +109,14 @@ def find_packing(model: nn.Module, *, name: str) -> Packing:
         first_position=first_position(model),
         windows={kind: reach if kind == "sliding_attention" else None for kind in kinds} if len(kinds) > 1 else {},
         dtype=weight.dtype,
+        flash=uses_flash_attention(model),
     )
+    device, dtype = weight.device.type, weight.dtype
+    if autocast := packing.flash and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
     try:
-        with left_untouched(model):
-            problem = _mixes(model, packing)
+        with left_untouched(model), torch.autocast(device, dtype=dtype, enabled=autocast):
+            problem = _mixes(model, packing, dtype=dtype)
     except Exception as error:  # the forward is the user's code
         problem = f"its forward fails with {type(error).__name__}: {error}"
     if problem:
@@ -94,8 +124,8 @@ def find_packing(model: nn.Module, *, name: str) -> Packing:
     return packing
 
 
-def _mixes(model: nn.Module, packing: Packing) -> str | None:
-    """What is wrong when texts share a row; None: nothing."""
+def _mixes(model: nn.Module, packing: Packing, *, dtype: torch.dtype) -> str | None:
+    """What is wrong when texts share a row of a model that computes in `dtype`; None: nothing."""
     first, second = _LENGTHS
     a, b, c, d = probe_ids(model, 2 * (first + second)).split([first, second, second, first])
     padding = a[:1].expand(_PADDING)
@@ -109,7 +139,7 @@ def _mixes(model: nn.Module, packing: Packing) -> str | None:
     for text, found in ((a, ab[:first]), (b, ab[ends])):
         ids = text.unsqueeze(0)
         expected = outputs_of(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0]
-        tolerance = max(16 * torch.finfo(expected.dtype).eps, 1e-5) * max(1.0, float(expected.abs().max()))
+        tolerance = max(16 * torch.finfo(dtype).eps, 1e-5) * max(1.0, float(expected.abs().max()))
         if (found - expected).abs().max() > tolerance:
             return "a packed text gets other scores than in a row of its own"
     return None

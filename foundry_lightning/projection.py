@@ -116,7 +116,7 @@ def find_projection(model: nn.Module) -> Projection:
     if body is None:
         return PlainProjection(None, "plain scores: the model has no base_model beside its head")
     try:
-        with left_untouched(model):
+        with _attends_anywhere(model), left_untouched(model):
             return _prove(model, body)
     except Exception as error:  # the forward is the user's code: what it raises is told, not hidden
         return PlainProjection(body, f"plain scores: the proof failed with {type(error).__name__}: {error}")
@@ -124,7 +124,7 @@ def find_projection(model: nn.Module) -> Projection:
 
 def output_vocab_size(model: nn.Module) -> int:
     """Measure V, the number of classes ``model`` scores, by a tiny forward that leaves the model as it was."""
-    with left_untouched(model):
+    with _attends_anywhere(model), left_untouched(model):
         return _logits(model(**_probe_inputs(model))).shape[-1]
 
 
@@ -148,7 +148,7 @@ def hidden_size(model: nn.Module) -> int:
     Raises:
         ValueError: the model has no ``base_model`` that it calls.
     """
-    with left_untouched(model):
+    with _attends_anywhere(model), left_untouched(model):
         hidden = _plain_forward(model, _probe_inputs(model), _body_name(model))[1]
     if hidden is None:
         raise ValueError(
@@ -411,6 +411,25 @@ def _probe_inputs(model: nn.Module) -> dict[str, Tensor]:
     if accepts(model, "attention_mask"):
         inputs["attention_mask"] = torch.ones_like(input_ids)
     return inputs
+
+
+def uses_flash_attention(model: nn.Module) -> bool:
+    """Whether the model was built with one of transformers' flash-attention kernels."""
+    return "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+
+
+@contextmanager
+def _attends_anywhere(model: nn.Module) -> Iterator[None]:
+    """Flash attention, which needs a GPU and half precision, is replaced by torch's own; the rest is the same."""
+    if not uses_flash_attention(model):
+        yield
+        return
+    config: Any = model.config
+    chosen, config._attn_implementation = config._attn_implementation, "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
 
 
 @contextmanager

@@ -1,6 +1,10 @@
 """Packed rows: texts that share a row do not see each other, and full batches change nothing else."""
 
 import copy
+import inspect
+from collections import defaultdict
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,8 +16,8 @@ from torch import nn
 from foundry_lightning import DataPipeline, EncoderDistillTrainer, MLMConfig, MLMDataModule, MLMTrainer, WithMLMHead
 from foundry_lightning.data.order import batches_of_tokens, packed_rows
 from foundry_lightning.masking import Masking
-from foundry_lightning.packing import find_packing
-from foundry_lightning.projection import outputs_of
+from foundry_lightning.packing import find_packing, text_starts
+from foundry_lightning.projection import ScoredProjection, find_projection, outputs_of
 from tests.conftest import texts, tiny_bert
 
 VOCAB = 30
@@ -231,3 +235,111 @@ def test_a_plain_trainer_keeps_texts_of_a_packed_pipeline_apart(tokenizer):
     data = MLMDataModule(texts(30), val=texts(30), tokenizer=tokenizer, max_length=32)
     trainer.validate(module, datamodule=data, verbose=False)
     assert own == pytest.approx(float(trainer.callback_metrics["val/loss"]), rel=1e-5)
+
+
+class Kernel:
+    """What flash_attn's `flash_attn_varlen_func` and `flash_attn_func` compute, on any device; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.mixes = False
+
+    def varlen(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, block_table=None,
+    ):  # fmt: skip
+        starts = cu_seqlens_q.tolist()
+        assert cu_seqlens_q.dtype == torch.int32
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert starts[-1] == len(q)
+        assert max(b - a for a, b in pairwise(starts)) <= max_seqlen_q == max_seqlen_k
+        self.calls.append(starts)
+        if self.mixes:
+            starts = list(range(0, len(q) + 1, max_seqlen_q))
+        texts = [slice(a, b) for a, b in pairwise(starts)]
+        return torch.cat([self.plain(q[None, t], k[None, t], v[None, t], dropout_p, softmax_scale)[0] for t in texts])
+
+    def plain(self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **others):
+        heads_first = (states.transpose(1, 2) for states in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(
+            *heads_first, dropout_p=dropout_p, scale=softmax_scale
+        ).transpose(1, 2)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """transformers' way to flash attention, with a kernel that runs here."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    stand_in = Kernel()
+    arguments = dict.fromkeys(inspect.signature(stand_in.varlen).parameters, True)
+    supported = defaultdict(bool, arguments | {"window_size": False})
+    process = partial(flash._process_flash_attention_kwargs, supports_mapping=supported)
+    functions = (stand_in.plain, stand_in.varlen, None, None, None)
+    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: (functions, (process, None)))
+    return stand_in
+
+
+def flash_bert() -> nn.Module:
+    model = tiny_bert(dropout=0.0)
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+def test_the_starts_of_texts_count_padding_as_a_text():
+    assert text_starts(torch.tensor([[0, 0, 1, 2], [0, 1, 1, 1]])).tolist() == [0, 2, 3, 4, 5, 8]
+
+
+def test_flash_attention_gets_the_texts_starts_in_the_place_of_a_mask(kernel):
+    model = flash_bert().eval()
+    packing = find_packing(model, name="student")
+    proven = len(kernel.calls)
+    assert proven
+    batch = {
+        "input_ids": torch.randint(5, 20, (2, 9)),
+        "text_ids": torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2]),
+    }
+    flash = outputs_of(model, packing.inputs(batch))
+    assert kernel.calls[proven:] == [[0, 4, 9, 16, 18]] * model.config.num_hidden_layers
+    model.config._attn_implementation = "sdpa"
+    masked = outputs_of(model, find_packing(model, name="student").inputs(batch))
+    torch.testing.assert_close(flash, masked)
+
+
+def test_a_flash_attention_that_mixes_texts_is_refused(kernel):
+    kernel.mixes = True
+    with pytest.raises(ValueError, match="student, BertForMaskedLM: a text of a packed row sees its neighbour; use"):
+        find_packing(flash_bert(), name="student")
+
+
+def test_without_its_package_or_gpu_flash_attention_is_refused_at_the_first_step(tokenizer):
+    pipe = DataPipeline(texts(40), tokenizer, batch_size=4, max_length=16, pack=True)
+    trainer = MLMTrainer(flash_bert(), tokenizer, MLMConfig(device="cpu", progress_bar=False))
+    with pytest.raises(ValueError, match="pack=True does not work with the student, .*: its forward fails"):
+        trainer.train(pipe, total_steps=1)
+
+
+def test_the_scored_positions_of_a_model_with_flash_attention_are_found_without_a_gpu():
+    model = flash_bert()
+    assert isinstance(find_projection(model), ScoredProjection)
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+def test_a_run_with_flash_attention_makes_the_updates_of_one_with_masks(kernel, tokenizer):
+    trained = []
+    for student in (tiny_bert(dropout=0.0), flash_bert()):
+        pipe = DataPipeline(texts(40), tokenizer, batch_size=4, max_length=16, pack=True)
+        trainer = MLMTrainer(student, tokenizer, MLMConfig(device="cpu", progress_bar=False, learning_rate=1e-3))
+        trainer.train(pipe, total_steps=3)
+        trained.append(dict(trainer.student.named_parameters()))
+    assert kernel.calls
+    for name, parameter in trained[0].items():
+        torch.testing.assert_close(trained[1][name], parameter, msg=name)
+
+
+def test_starts_are_found_before_the_batch_goes_to_the_device(kernel, tokenizer, monkeypatch):
+    pipe = DataPipeline(texts(40), tokenizer, batch_size=4, max_length=16, pack=True)
+    trainer = MLMTrainer(flash_bert(), tokenizer, MLMConfig(device="cpu", progress_bar=False))
+    trainer.train(pipe, total_steps=1)  # proves
+    monkeypatch.setattr("foundry_lightning.packing.text_starts", None)  # what a step would call
+    trainer.train(pipe, total_steps=2)

@@ -348,7 +348,7 @@ class Doctor:
 
     def _packing(self) -> str:
         for name in ("student", "teacher") if self._has_teacher else ("student",):
-            self.module.packing(name)
+            self.module.prove_packing(name)
         return "proven: texts of a row do not see each other."
 
     def _lengths(self) -> str:

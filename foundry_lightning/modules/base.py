@@ -22,8 +22,14 @@ from foundry_lightning.config import _TrainingFields
 from foundry_lightning.masking import batch_seed
 from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule, require_optimizer
-from foundry_lightning.packing import Packing, find_packing
-from foundry_lightning.projection import PlainProjection, ScoredProjection, first_position, position_embedding
+from foundry_lightning.packing import Packing, find_packing, text_starts
+from foundry_lightning.projection import (
+    PlainProjection,
+    ScoredProjection,
+    first_position,
+    position_embedding,
+    uses_flash_attention,
+)
 from foundry_lightning.students import StudentRecipe
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -180,7 +186,7 @@ class EncoderModule(lightning.LightningModule):
             num_classes=self.num_classes,
         )
         if any(getattr(batches, "pack", False) for batches in (data.train, data.val)):
-            self.packing("student")
+            self.prove_packing("student")
 
     @property
     def pad_token_id(self) -> int:
@@ -210,7 +216,12 @@ class EncoderModule(lightning.LightningModule):
     # ------------------------------------------------------------------ batches
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Gives a batch of a user's own loader what our loader attaches: row numbers and counts."""
+        """Gives a batch of a user's own loader what our loader attaches: row numbers and counts.
+
+        Where a model attends with flash attention, the starts of packed texts are found while they lie on the host.
+        """
+        if isinstance(batch, Mapping) and "text_ids" in batch and any(map(uses_flash_attention, self.children())):
+            batch = {**batch, "text_starts": text_starts(batch["text_ids"])}
         if not (isinstance(batch, Mapping) or torch.is_tensor(batch)) or "info" in batch:
             return batch
         entries: dict[str, Any] = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
@@ -242,6 +253,15 @@ class EncoderModule(lightning.LightningModule):
         if "text_ids" in batch:
             return self.packing(of).inputs(batch)
         return {name: batch[name] for name in _MODEL_INPUTS if name in batch}
+
+    def prove_packing(self, of: str) -> None:
+        """Proves a model's packing; flash attention, which runs on a GPU alone, is proven by the first step.
+
+        Raises:
+            ValueError: see `packing`.
+        """
+        if not uses_flash_attention(getattr(self, of)):
+            self.packing(of)
 
     def packing(self, of: str) -> Packing:
         """How the student or the teacher is told of packed texts, proven at the first call.

@@ -88,7 +88,7 @@ class WithTeacher(EncoderModule):
             if batches is None:
                 continue
             if getattr(batches, "pack", False):
-                self.packing("teacher")
+                self.prove_packing("teacher")
             if positions is not None and batches.max_length > positions:
                 raise ValueError(
                     f"max_length of the {name} data is {batches.max_length}, the teacher has {positions} positions; "
