@@ -5,10 +5,10 @@ from foundry_lightning.config import DistilMLMConfig, EncoderDistillConfig, MLMC
 from foundry_lightning.data.datamodule import MLMDataModule
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.masking import MaskedBatch, mask_tokens
+from foundry_lightning.mlm_head import WithMLMHead
 from foundry_lightning.modules.distil_mlm import DistilMLMLitModule
 from foundry_lightning.modules.encoder_distil import EncoderDistillLitModule
 from foundry_lightning.modules.mlm import MLMLitModule
-from foundry_lightning.projection import WithMLMHead
 from foundry_lightning.students import FromBuilder, FromConfig, FromPretrained, WarmStart, warm_start_student
 from foundry_lightning.trainers import DistilMLMTrainer, EncoderDistillTrainer, MLMTrainer
 

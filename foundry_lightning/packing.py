@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_lightning.masking import changes, positions_in_text
-from foundry_lightning.projection import (
+from foundry_lightning.models import (
     accepts,
     first_position,
     left_untouched,

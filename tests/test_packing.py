@@ -16,8 +16,9 @@ from torch import nn
 from foundry_lightning import DataPipeline, EncoderDistillTrainer, MLMConfig, MLMDataModule, MLMTrainer, WithMLMHead
 from foundry_lightning.data.order import batches_of_tokens, packed_rows
 from foundry_lightning.masking import Masking
+from foundry_lightning.models import outputs_of
 from foundry_lightning.packing import find_packing, text_starts
-from foundry_lightning.projection import ScoredProjection, find_projection, outputs_of
+from foundry_lightning.projection import ScoredProjection, find_projection
 from tests.conftest import texts, tiny_bert
 
 VOCAB = 30

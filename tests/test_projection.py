@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundry_lightning.losses import Scored, vocabulary_loss
+from foundry_lightning.mlm_head import WithMLMHead
 from foundry_lightning.projection import (
     PlainProjection,
     ScoredProjection,
-    WithMLMHead,
     find_projection,
     hidden_size,
     output_vocab_size,

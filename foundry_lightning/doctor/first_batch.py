@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from foundry_lightning.data.order import PAD_TO
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.facts import facts_of
-from foundry_lightning.projection import left_untouched
+from foundry_lightning.models import left_untouched
 
 MIB = 2**20
 

@@ -20,16 +20,11 @@ from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.masking import batch_seed
+from foundry_lightning.models import first_position, position_embedding, uses_flash_attention
 from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule, require_optimizer
 from foundry_lightning.packing import Packing, find_packing, text_starts
-from foundry_lightning.projection import (
-    PlainProjection,
-    ScoredProjection,
-    first_position,
-    position_embedding,
-    uses_flash_attention,
-)
+from foundry_lightning.projection import PlainProjection, ScoredProjection
 from foundry_lightning.students import StudentRecipe
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")

@@ -11,9 +11,10 @@ from torch import nn
 from foundry_lightning.config import DistilMLMConfig, problems_to_error
 from foundry_lightning.losses import cosine_loss, vocabulary_loss
 from foundry_lightning.masking import masked_positions
+from foundry_lightning.models import require_inputs
 from foundry_lightning.modules.mlm import MLMLitModule, Objective, TokenMean
 from foundry_lightning.modules.teacher import WithTeacher, differing_ids
-from foundry_lightning.projection import find_projection, hidden_size, output_vocab_size, require_inputs
+from foundry_lightning.projection import find_projection, hidden_size, output_vocab_size
 from foundry_lightning.students import StudentRecipe
 
 

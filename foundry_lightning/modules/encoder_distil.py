@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from foundry_lightning.config import EncoderDistillConfig, config_from
 from foundry_lightning.losses import cosine_loss, mse_loss
 from foundry_lightning.masking import masked_positions
+from foundry_lightning.models import require_inputs
 from foundry_lightning.modules.mlm import TokenMean
 from foundry_lightning.modules.teacher import WithTeacher
-from foundry_lightning.projection import require_inputs
 from foundry_lightning.students import StudentRecipe
 from foundry_lightning.tokenizer import load_tokenizer
 
