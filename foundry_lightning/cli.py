@@ -81,6 +81,17 @@ class _SaveConfig(SaveConfigCallback):
             self.parser.save(config, str(folder / "config.yaml"), overwrite=True, multifile=False)
             self.already_saved = True
 
+    def on_exception(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
+    ) -> None:
+        """Takes away the folder that loggers have made for a run that was refused: it would count as a run."""
+        folder = Path(trainer.default_root_dir)
+        if trainer.is_global_zero and str(folder) == os.environ.get("FOUNDRY_LIGHTNING_RUN_FOLDER"):
+            for place in (folder, folder.parent):
+                if not place.is_dir() or any(place.iterdir()):
+                    break
+                place.rmdir()
+
 
 def _help(command: str) -> dict[str, str]:
     what, example = LOOPS[command]

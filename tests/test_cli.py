@@ -233,7 +233,7 @@ def test_bad_input_is_one_sentence_on_stderr_exit_code_2_and_nothing_written(pro
     assert code == 2, out
     assert message in out
     assert "Traceback" not in out
-    assert not Path("runs/tiny/1/checkpoint.ckpt").exists()
+    assert not (project / "runs" / "tiny").exists()
 
 
 def test_a_resume_that_is_refused_names_the_runs_own_settings_and_leaves_them(project):
