@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,11 @@ def test_a_look_at_a_stream_takes_no_row_of_an_iterator_that_serves_one_pass(tok
     assert facts(lambda: iter(["the cat"] * 4), tokenizer)["sampled_rows"] == 4
 
 
-def train(tokenizer, source, *, folder: str = "", student=None, **settings) -> tuple[dict, MLMTrainer]:
+def train(
+    tokenizer, source, *, folder: str = "", show: bool = False, student=None, **settings
+) -> tuple[dict, MLMTrainer]:
     if folder:
-        settings["trainer_kwargs"] = {"callbacks": [StartReport(folder, show=False)]}
+        settings["trainer_kwargs"] = {"callbacks": [StartReport(folder, show=show)]}
     config = MLMConfig(device="cpu", progress_bar=False, learning_rate=1e-2, **settings)
     trainer = MLMTrainer(student or tiny_bert(len(tokenizer)), tokenizer, config)
     val = DataPipeline(texts(9, seed=1), tokenizer, max_length=32)
@@ -193,3 +196,9 @@ def test_too_little_memory_is_warned_of(tokenizer, monkeypatch):
         w for w in json.loads(Path("here/start_report.json").read_text())["warnings"] if "memory" in w or "MiB" in w
     ]
     assert "take a smaller model" in found
+
+
+def test_the_tokens_of_the_text_are_shown_and_said_to_be_estimated_where_they_are(tokenizer, capsys):
+    for number, said in ((1, "2, 9 tokens"), (100_001, "200,002, about [89]\\d\\d,\\d{3} tokens; the shares describe")):
+        train(tokenizer, ["the cat", "the cat sat"] * number, folder="here", show=True)
+        assert re.search(said, capsys.readouterr().out)

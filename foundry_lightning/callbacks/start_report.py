@@ -63,6 +63,9 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, text) of what a person wants to know."""
     data, model, plan = facts["data"], facts["model"], facts["plan"]
     rows = "unknown (a stream)" if data["rows"] is None else f"{data['rows']:,}"
+    if data.get("tokens") is not None:
+        exact = data["sampled_rows"] == data["rows"]
+        rows += f", {'' if exact else 'about '}{data['tokens']:,} tokens"
     if not data["sampled_rows"]:
         rows += "; not looked at, this iterator can be read once"
     elif data["sampled_rows"] != data["rows"]:
