@@ -316,6 +316,12 @@ def test_packed_rows_are_examined_too(examine):
     assert found["packing"] == ("ok", "proven: texts of a row do not see each other.")
 
 
+def test_packing_that_flash_attention_has_yet_to_prove_is_advice(examine, monkeypatch):
+    monkeypatch.setattr("foundry_lightning.doctor.uses_flash_attention", lambda _: True)
+    found = examine({"data.pack": True})[1]
+    assert found["packing"] == ("advice", "flash attention's packing is proven by the first step, on a GPU.")
+
+
 def test_a_stream_is_examined_too(examine, tokenizer):
     tokenizer.save_pretrained("tok")
     config = changed({"data.tokenizer": "tok"})
