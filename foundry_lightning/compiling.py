@@ -7,7 +7,14 @@ name in a checkpoint changes, and compiled and plain runs load each other's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import nn
+
+# Dropout by torch's own operators: the compiler's generator makes one number after the other on a CPU, and takes a
+# sixth of a step more. The draws are then those of the run that is not compiled.
+_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
 
 
 def compile_layers(model: nn.Module) -> list[nn.Module]:
@@ -20,7 +27,7 @@ def compile_layers(model: nn.Module) -> list[nn.Module]:
     outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     layers = [layer for name in outer for layer in stacks[name]] or [model]
     for layer in layers:
-        layer.compile()
+        layer.compile(options=_OPTIONS if next(layer.parameters()).device.type == "cpu" else None)
     return layers
 
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from foundry_lightning.block_losses import Rows, Terms, fused_block_loss, plain_block_loss
+
 IGNORED_LABEL = -100
 _BLOCK_BYTES = 64 * 2**20
-_PART_BYTES = 4 * 2**20  # of a block, for what is computed class by class: two such temporaries
 _ROW_MULTIPLE = 16  # float32 rows of a cache line; the products with 303 rows take a third longer than with 304
 _SMALLEST_NORM_PRODUCT = 1e-8
 
@@ -77,6 +78,7 @@ def vocabulary_loss(
     num_shared_classes: int | None = None,
     with_accuracy: bool = False,
     block_bytes: int | None = None,
+    compiled: bool = False,
 ) -> VocabularyLoss:
     """Compute ``mlm_weight · Σ CE + distill_weight · T² · Σ KL(teacher ‖ student)`` in one pass over blocks of rows.
 
@@ -97,6 +99,7 @@ def vocabulary_loss(
         with_accuracy: also count the rows whose best class is the label.
         block_bytes: size of one block of float32 scores, in bytes; None means 64 MiB, or as much as the weight's
             gradient takes where that is needed and larger: fewer blocks save passes over it.
+        compiled: compute softmaxes and their gradients in `torch.compile`'s kernels, in fewer passes over a block.
 
     Raises:
         ValueError: shapes do not fit, the teacher is missing, or ``temperature`` or ``num_shared_classes`` is out of
@@ -116,7 +119,8 @@ def vocabulary_loss(
         shared = _shared_classes(student, teacher, num_shared_classes)
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0, got {temperature}; it divides the scores (2.0 is common).")
-    terms = _Terms(mlm_weight, distill_weight, temperature, shared, with_accuracy, block_bytes, torch.is_grad_enabled())
+    grad_enabled = torch.is_grad_enabled()
+    terms = Terms(mlm_weight, distill_weight, temperature, shared, with_accuracy, block_bytes, grad_enabled, compiled)
     none = Scored(student.features) if teacher is None else teacher
     return VocabularyLoss(
         *_BlockwiseLoss.apply(
@@ -188,21 +192,6 @@ def _shared_classes(student: Scored, teacher: Scored, num_shared_classes: int | 
     return num_shared_classes
 
 
-class _Terms(NamedTuple):
-    mlm_weight: float
-    distill_weight: float
-    temperature: float
-    num_shared: int
-    with_accuracy: bool
-    block_bytes: int | None
-    grad_enabled: bool
-
-    @property
-    def gradient_scale(self) -> float:
-        """The larger weight of both terms in the scores' gradient: what is left inside the products is of order 1."""
-        return max(abs(self.mlm_weight), abs(self.distill_weight) * self.temperature)
-
-
 class _Scores:
     """One model's scores as ``[V, rows]`` blocks, all computed into one buffer.
 
@@ -259,15 +248,18 @@ class _BlockwiseLoss(torch.autograd.Function):
         teacher_features: Tensor,
         teacher_weight: Tensor | None,
         teacher_bias: Tensor | None,
-        terms: _Terms,
+        terms: Terms,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs = [terms.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         num_classes = features.shape[1] if weight is None else weight.shape[0]
         rows, dtype = features.shape[0], _at_least_float32(features.dtype)
         blocks = _blocks(features, weight, num_classes * dtype.itemsize, terms, needs_weight=needs[1])
         padding = blocks[-1].stop - rows if blocks else 0
-        real = F.pad(torch.ones_like(labels, dtype=dtype), (0, padding))
         labels = F.pad(labels, (0, padding), value=IGNORED_LABEL)
+        counted = labels != IGNORED_LABEL
+        known = Rows(
+            labels.where(counted, 0), counted, F.pad(torch.ones_like(labels[:rows], dtype=dtype), (0, padding))
+        )
         student = _Scores(features, weight, bias, num_classes, padding)
         teacher = None
         if terms.distill_weight != 0:
@@ -275,13 +267,23 @@ class _BlockwiseLoss(torch.autograd.Function):
         gradients = _Gradients(student, needs)
         ce_sum, kl_sum = (features.new_zeros((), dtype=student.dtype) for _ in range(2))
         num_correct = labels.new_zeros((), dtype=torch.int64)
+        block_loss = fused_block_loss if terms.compiled else plain_block_loss
         with torch.autocast(features.device.type, enabled=False):
             for block in blocks:
                 gradients.add_waiting()
-                ce, kl, correct, gradient = _block_loss(student, teacher, labels, real, block, terms, any(needs))
-                ce_sum, kl_sum, num_correct = ce_sum + ce, kl_sum + kl, num_correct + correct
-                if gradient is not None:
-                    gradients.add(gradient, block)
+                scores = student.block(block)
+                if terms.with_accuracy:
+                    num_correct = num_correct + (scores.argmax(0) == labels[block]).sum()
+                loss = block_loss(
+                    scores,
+                    None if teacher is None else teacher.block(block),
+                    Rows(*(each[block] for each in known)),
+                    terms,
+                    needs_gradient=any(needs),
+                )
+                ce_sum, kl_sum = ce_sum + loss.ce, kl_sum + loss.kl
+                if loss.gradient is not None:
+                    gradients.add(loss.gradient, block)
         grad_features = None if gradients.features is None else gradients.features[:rows]
         ctx.save_for_backward(
             grad_features, gradients.bias, gradients.weight, gradients.waiting, gradients.waiting_features
@@ -316,7 +318,7 @@ class _BlockwiseLoss(torch.autograd.Function):
 
 
 def _blocks(
-    features: Tensor, weight: Tensor | None, row_bytes: int, terms: _Terms, *, needs_weight: bool
+    features: Tensor, weight: Tensor | None, row_bytes: int, terms: Terms, *, needs_weight: bool
 ) -> list[slice]:
     """Cut the rows into equal blocks; none where no term needs scores.
 
@@ -376,79 +378,3 @@ class _Gradients:
         else:  # half types: a block's product is rounded once, the sum over blocks is float32
             self.weight.add_(self.waiting @ self.waiting_features)
         self.waiting = None
-
-
-def _block_loss(
-    student: _Scores,
-    teacher: _Scores | None,
-    labels: Tensor,
-    real: Tensor,
-    block: slice,
-    terms: _Terms,
-    needs_gradient: bool,
-) -> tuple[Tensor | float, Tensor | float, Tensor | int, Tensor | None]:
-    """Compute a block's CE, KL · T², correct rows and the gradient of its scores, without the common weight.
-
-    ``labels`` and ``real`` (1, padding 0) have a number for each row.
-    """
-    labels, real = labels[block], real[block]
-    counted = labels != IGNORED_LABEL
-    index = labels.where(counted, 0).unsqueeze(0)
-    scores = student.block(block)
-    correct: Tensor | int = (scores.argmax(0) == labels).sum() if terms.with_accuracy else 0
-    scale = terms.gradient_scale
-
-    kl: Tensor | float = 0.0
-    soft_gradient = None
-    if teacher is not None:
-        # Subtracting a row's maximum changes no softmax and keeps every exponential in range.
-        scores.sub_(scores[: terms.num_shared].amax(0))
-        weight = real * (terms.distill_weight * terms.temperature / scale) if needs_gradient else None
-        kl, soft_gradient = _block_kl(scores[: terms.num_shared], teacher.block(block), terms.temperature, real, weight)
-    if terms.mlm_weight == 0:
-        if soft_gradient is None:
-            return 0.0, kl, correct, None
-        scores[: terms.num_shared].copy_(soft_gradient)
-        scores[terms.num_shared :].zero_()
-        return 0.0, kl, correct, scores
-
-    if teacher is None or terms.num_shared < student.num_classes:  # else every row's maximum is 0 by now
-        scores.sub_(scores.amax(0))
-    at_label = scores.gather(0, index)[0]
-    normalizer = scores.exp_().sum(0)
-    ce = ((normalizer.log() - at_label) * counted).sum()
-    if not needs_gradient:
-        return ce, kl, correct, None
-    factor = counted * (terms.mlm_weight / scale)
-    scores.mul_(factor / normalizer).scatter_add_(0, index, -factor.to(scores.dtype).unsqueeze(0))
-    if soft_gradient is not None:
-        scores[: terms.num_shared].add_(soft_gradient)
-    return ce, kl, correct, scores
-
-
-def _block_kl(
-    student: Tensor, teacher: Tensor, temperature: float, real: Tensor, gradient_weight: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """T² · Σ KL(teacher ‖ student) of real ``[n, rows]``, and ``gradient_weight · (softmax(s/T) − softmax(t/T))``.
-
-    ``student`` has column maxima of 0 and is not changed; ``teacher`` is overwritten and holds the returned gradient.
-    """
-    teacher.sub_(teacher.amax(0))
-    rows = max(1, _PART_BYTES // (teacher.dtype.itemsize * max(1, teacher.shape[1])))
-    parts = list(zip(student.split(rows), teacher.split(rows), strict=True))
-    cross, normalizer, target_normalizer = (teacher.new_zeros(teacher.shape[1]) for _ in range(3))
-    for student_part, teacher_part in parts:
-        difference = torch.sub(teacher_part, student_part)
-        target = teacher_part.mul_(1 / temperature).exp_()
-        target_normalizer += target.sum(0)
-        cross += difference.mul_(target).sum(0)
-        normalizer += torch.mul(student_part, 1 / temperature, out=difference).exp_().sum(0)
-    # KL = Σ p_t (t − s) / T + log Z_s − log Z_t: exactly 0 for equal scores.
-    cross /= target_normalizer * temperature
-    kl = temperature**2 * ((cross + normalizer.log() - target_normalizer.log()) * real).sum()
-    if gradient_weight is None:
-        return kl, None
-    for student_part, target in parts:
-        soft = torch.mul(student_part, 1 / temperature).exp_().mul_(gradient_weight / normalizer)
-        torch.sub(soft, target.mul_(gradient_weight / target_normalizer), out=target)
-    return kl, teacher

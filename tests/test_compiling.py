@@ -5,9 +5,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
-from foundry_lightning import DataPipeline, DistilMLMConfig, DistilMLMTrainer, MLMConfig, MLMTrainer
+from foundry_lightning import DataPipeline, DistilMLMConfig, DistilMLMTrainer, MLMConfig, MLMTrainer, block_losses
 from foundry_lightning.compiling import compile_layers
+from foundry_lightning.losses import vocabulary_loss
 from tests.conftest import texts, tiny_bert
+from tests.test_losses import leaves, make_labels, make_scored
 from tests.test_packing import FAMILIES
 
 SETTINGS = {"learning_rate": 1e-3, "progress_bar": False, "device": "cpu"}
@@ -22,7 +24,7 @@ def _fresh():
 
 
 def trained(tokenizer, *, steps=8, resume=None, **config):
-    trainer = MLMTrainer(tiny_bert(len(tokenizer), dropout=0.0), tokenizer, MLMConfig(**SETTINGS, **config))
+    trainer = MLMTrainer(tiny_bert(len(tokenizer), dropout=0.1), tokenizer, MLMConfig(**SETTINGS, **config))
     if resume is not None:
         trainer.resume_from_checkpoint(resume)
     pipe = DataPipeline(texts(64, high=30), tokenizer, batch_size=4, max_length=32)
@@ -70,3 +72,34 @@ def test_rows_of_many_widths_make_few_graphs(family):
         model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.sum().backward()
     # the first width, then one graph for any width
     assert counters["stats"]["unique_graphs"] <= 2 * kinds
+
+
+def losses_of(compiled, *, rows, classes, **settings):
+    student, teacher = make_scored(rows, 4, classes), make_scored(rows, 6, classes, seed=5)
+    labels = make_labels(rows, classes)
+    loss = vocabulary_loss(student, labels=labels, teacher=teacher, compiled=compiled, **settings)
+    return loss, torch.autograd.grad(loss.total, leaves(student))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [(0.02, 0.0), (0.0, 0.05), (0.02, 0.05)], ids=["mlm", "distill", "both"])
+def test_the_compiled_loss_is_the_plain_one_in_few_graphs_for_any_size(weights, monkeypatch):
+    monkeypatch.setattr(block_losses, "_PART_BYTES", 4 * 2**10)  # several parts
+    for rows, classes in ((16, 500), (31, 611), (64, 500), (97, 702), (30, 1200)):
+        settings = {"mlm_weight": weights[0], "distill_weight": weights[1], "num_shared_classes": classes - 40}
+        plain, compiled = (losses_of(form, rows=rows, classes=classes, **settings) for form in (False, True))
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)
+    # sums and gradient, of the classes that the models share and of the student's other ones
+    assert counters["stats"]["unique_graphs"] == (4 if all(weights) else 2)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_a_compiled_block_takes_no_more_memory():
+    def largest(compiled):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            losses_of(compiled, rows=64, classes=20_000, distill_weight=1.0)
+        return sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
+
+    largest(True)
+    assert largest(True) <= largest(False)

@@ -7,8 +7,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from foundry_lightning import losses
+from foundry_lightning import block_losses, losses
 from foundry_lightning.losses import Scored, VocabularyLoss, cosine_loss, mse_loss, vocabulary_loss
+
+
+@pytest.fixture(params=["plain", "fused"], autouse=True)
+def form(request, monkeypatch):
+    """Every test sees both forms of a block's loss; `tests/test_compiling.py` has the fused one compiled."""
+    if request.param == "fused":
+        monkeypatch.setattr(block_losses, "_compiled", lambda function: function)
+        monkeypatch.setattr(losses, "plain_block_loss", block_losses.fused_block_loss)
 
 
 def make_scored(
@@ -73,7 +81,7 @@ def test_value_and_gradients_equal_the_plain_formula(
     temperature, bias, mlm_weight, distill_weight, rows, block_bytes, shared, monkeypatch
 ):
     if block_bytes is not None:  # then each block is also walked in parts of some classes
-        monkeypatch.setattr(losses, "_PART_BYTES", 4 * 4 * 7)
+        monkeypatch.setattr(block_losses, "_PART_BYTES", 4 * 4 * 7)
     student = make_scored(rows, 8, 37, bias=bias)
     teacher = make_scored(rows, 12, 40, bias=bias, seed=5)
     labels = make_labels(rows, 37)
@@ -325,7 +333,7 @@ def test_padding_never_makes_a_block_larger_than_its_size():
 
 def test_distilling_holds_one_block_of_scores_for_each_model(monkeypatch):
     rows, classes = 64, 1000
-    monkeypatch.setattr(losses, "_PART_BYTES", 4 * rows * 10)
+    monkeypatch.setattr(block_losses, "_PART_BYTES", 4 * rows * 10)
     student, teacher = make_scored(rows, 2, classes), make_scored(rows, 2, classes, seed=5)
     with Recorder() as recorded:
         vocabulary_loss(student, labels=make_labels(rows, classes), teacher=teacher, distill_weight=1.0)

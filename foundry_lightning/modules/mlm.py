@@ -199,7 +199,13 @@ class MLMLitModule(EncoderModule):
         masked = self.mask(batch)
         inputs = {**self.inputs(batch), "input_ids": masked.input_ids}
         student = self.projection(self.student, inputs, positions=masked.positions)
-        loss = vocabulary_loss(student.scored, labels=masked.labels, mlm_weight=masked.weight, with_accuracy=evaluating)
+        loss = vocabulary_loss(
+            student.scored,
+            labels=masked.labels,
+            mlm_weight=masked.weight,
+            with_accuracy=evaluating,
+            compiled=self.config.compile and not evaluating,
+        )
         return Objective(loss.total, {"mlm": (loss.ce_sum, "num_masked", 1.0)}, loss.num_correct)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
