@@ -1,4 +1,4 @@
-"""`torch.compile` of a model's layers, one by one, while it trains.
+"""`torch.compile` of a model's layers, one by one, while it trains; `block_losses` compiles the loss.
 
 A model's layers are alike, so one graph serves all of them: compiling takes as long as for one layer, and what is
 around them (the body's masks, the head at scored positions, hooks) stays as it is. `Module.compile` works in place: no
@@ -10,11 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 # Dropout by torch's own operators: the compiler's generator makes one number after the other on a CPU, and takes a
 # sixth of a step more. The draws are then those of the run that is not compiled.
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
+
+
+def require_compiler(device: torch.device, *, named: str) -> None:
+    """Compiles a sum on this device.
+
+    Raises:
+        ValueError: nothing can be compiled here; `named` is the setting that asks for it.
+    """
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
+    except RuntimeError as error:  # what the compiler raises is one
+        raise ValueError(
+            f"{named} is True, but torch.compile does not work on {device.type} here ({str(error).splitlines()[0]}); "
+            f"install a C++ compiler such as g++ (and Triton for a GPU), or set {named} to False."
+        ) from error
 
 
 def compile_layers(model: nn.Module) -> list[nn.Module]:

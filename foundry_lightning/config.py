@@ -232,7 +232,7 @@ class MLMConfig(_TrainingFields, _MaskingFields):
         run_name: Name of the run for the logger.
         project: Project of the wandb logger.
         progress_bar: Whether a progress bar is shown; without a terminal: lines.
-        compile: Compile the student's layers with `torch.compile` while it trains.
+        compile: Compile the student's layers and the vocabulary loss with `torch.compile` while it trains.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         on_nonfinite: `raise` ends the run at an update whose loss or gradient is not finite, `skip` leaves it out
             (it counts as a step; 20 in a row end the run). No weight changes either way.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from foundry_lightning import checkpoint as ckpt
 from foundry_lightning.callbacks.dropout_draws import DropoutDraws
 from foundry_lightning.callbacks.finite_guard import FiniteGuard
-from foundry_lightning.compiling import compile_layers, release
+from foundry_lightning.compiling import compile_layers, release, require_compiler
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.masking import batch_seed
 from foundry_lightning.models import first_position, position_embedding, uses_flash_attention
@@ -92,6 +92,9 @@ class EncoderModule(lightning.LightningModule):
                     f"gradient_checkpointing=True needs a Hugging Face model, got {type(self.student).__name__}."
                 )
             self.build_student().gradient_checkpointing_enable()  # type: ignore[operator]
+        for name in ("compile", "teacher_compile"):
+            if getattr(self.config, name, False) and self._trainer is not None and self.trainer.state.fn == "fit":
+                require_compiler(self.trainer.strategy.root_device, named=name)
 
     def _fit_to_strategy(self) -> None:
         """Leaves out of DDP what no loss reaches, and projects plainly where a strategy shards the weights."""
