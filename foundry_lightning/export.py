@@ -15,7 +15,7 @@ from transformers import AutoModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from foundry_lightning.checkpoint import path_of, read_checkpoint, require_folder
-from foundry_lightning.modules.base import max_positions
+from foundry_lightning.models import max_positions
 from foundry_lightning.quiet import no_progress_bar, quiet_loading, quiet_onnx
 
 _CARD = """---

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from foundry_lightning.data.order import PAD_TO, grouped_order, packed_rows
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.data.ready import ReadyBatches
-from foundry_lightning.masking import permutation
+from foundry_lightning.draws import permutation
 
 _WHOLE = 200_000  # rows up to which all are looked at
 _SAMPLE = 10_000  # rows that stand for a larger source, or for a stream

@@ -1,9 +1,7 @@
-"""Which tokens are masked, and what replaces them: counter-based draws, equal on every device.
+"""Which tokens are masked, and what replaces them, by counter-based draws (`draws`): equal on every device.
 
-Every draw is a hash of (seed, epoch, row number, token position in its text, purpose), computed in 64-bit integers
-(the finaliser of SplitMix64, Steele et al. 2014, doi:10.1145/2660193.2660195). There is no generator state, so
-masks do not depend on batch size, order, workers, ranks, packing or resume. The 80/10/10 split is BERT's (Devlin et
-al. 2019, appendix C.2).
+Masks do not depend on batch size, order, workers, ranks, packing or resume. The 80/10/10 split is BERT's (Devlin et al.
+2019, appendix C.2).
 """
 
 from __future__ import annotations
@@ -18,59 +16,10 @@ import torch
 from torch import Tensor
 
 from foundry_lightning.config import MASKING_STRATEGIES, Checks, problems_to_error
+from foundry_lightning.draws import COUNT, CROSS, RANDOM, REPLACE, SELECT, SPAN, draw, draw32, row_keys, shift_right
 
 PIECE_SHIFT = 40  # row number of piece p of a split text t: t + (p << PIECE_SHIFT)
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_GAMMA = 0x9E3779B97F4A7C15
-_SELECT, _REPLACE, _RANDOM, _COUNT, _CROSS, _SPAN, _ORDER = range(7)  # the purposes of a draw
-_NUM_PURPOSES = 8
 _MEAN_SPAN = 3  # tokens; boundaries are drawn with probability 1 / _MEAN_SPAN
-
-
-def _signed(value: int) -> int:
-    """The signed 64-bit integer with the bits of `value`."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser, a bijection of 64-bit integers."""
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX[0])
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX[1])
-    return x ^ _shift_right(x, 31)
-
-
-def _row_keys(row_ids: Tensor, *, seed: int, epoch: int) -> Tensor:
-    key = _mix(torch.full((), _signed(seed * _GAMMA + 1), dtype=torch.int64, device=row_ids.device))
-    key = _mix(key + _signed((epoch + 1) * _GAMMA))
-    return _mix(_mix(key + row_ids * _signed(_GAMMA)) + _signed(_GAMMA))
-
-
-def _draw(row_keys: Tensor, positions: Tensor | int, purpose: int) -> Tensor:
-    """Hash of (row, position, purpose), int64."""
-    counter = positions * _NUM_PURPOSES + purpose + 1
-    return _mix(row_keys + (counter * _signed(_GAMMA) if isinstance(counter, Tensor) else _signed(counter * _GAMMA)))
-
-
-def _draw32(row_keys: Tensor, positions: Tensor | int, purpose: int) -> Tensor:
-    """32 bits of the hash, in [0, 2^32)."""
-    return _shift_right(_draw(row_keys, positions, purpose), 32)
-
-
-def permutation(size: int, *, seed: int, epoch: int, first: int = 0) -> Tensor:
-    """`[size]` int64, a permutation of 0 … size−1 drawn for rows `first`, `first + 1`, …: their hashes, sorted."""
-    rows = torch.arange(first, first + size, dtype=torch.int64)
-    return _draw(_row_keys(rows, seed=seed, epoch=epoch), 0, _ORDER).argsort(stable=True)
-
-
-def batch_seed(number: int, *, seed: int, epoch: int) -> int:
-    """Seed of the generators for the forward of a batch, by its number in the global order of the epoch."""
-    return int(_draw(_row_keys(torch.tensor(number), seed=seed, epoch=epoch), 1, _ORDER))
 
 
 @dataclass(frozen=True)
@@ -191,7 +140,7 @@ class Masking:
             text = text * length + text_ids
         text_starts = changes(text)
         position = positions_in_text(attended, text)
-        keys = _row_keys(row_ids, seed=self.seed, epoch=epoch)
+        keys = row_keys(row_ids, seed=self.seed, epoch=epoch)
 
         # units: where one starts, counted over eligible tokens
         if self.strategy == "token":
@@ -203,11 +152,11 @@ class Masking:
                 )
             unit_starts = changes(word_ids) | text_starts
         else:
-            drawn = _draw32(keys, position, _SPAN) < (1 << 32) // _MEAN_SPAN
+            drawn = draw32(keys, position, SPAN) < (1 << 32) // _MEAN_SPAN
             broken = torch.nn.functional.pad(~eligible[:, :-1], (1, 0), value=True)
             unit_starts = drawn | broken | text_starts
         unit_position = _carry(position, unit_starts)
-        unit_hash = _shift_right(_draw(keys, unit_position, _SELECT), 1)
+        unit_hash = shift_right(draw(keys, unit_position, SELECT), 1)
         unit = unit_starts.long().cumsum(1) + torch.arange(batch_size, device=unit_starts.device).unsqueeze(1) * length
 
         # order tokens by (text, eligible first, hash of the unit, place): stable sorts, last key first
@@ -222,11 +171,11 @@ class Masking:
         unit_key = torch.where(eligible_sorted, unit_sorted, -1 - place)
         first_of_unit, size_of_unit = _runs(unit_key, eligible_sorted)
 
-        row_keys = keys.flatten()[order]
+        sorted_keys = keys.flatten()[order]
         threshold = round(self.mask_prob * (1 << 32))
-        wanted = (threshold * size_of_text + _draw32(row_keys, 0, _COUNT)) >> 32
+        wanted = (threshold * size_of_text + draw32(sorted_keys, 0, COUNT)) >> 32
         before_unit = first_of_unit - first_of_text
-        cross = _draw32(row_keys, unit_position.flatten()[order], _CROSS)
+        cross = draw32(sorted_keys, unit_position.flatten()[order], CROSS)
         takes = (before_unit + size_of_unit <= wanted) | (
             (before_unit < wanted) & (cross * size_of_unit < (wanted - before_unit) << 32)
         )
@@ -296,14 +245,14 @@ class Masking:
         epoch: int,
         text_ids: Tensor | None,
     ) -> Tensor:
-        keys = _row_keys(row_ids if row_ids.dim() == 2 else row_ids.unsqueeze(1), seed=self.seed, epoch=epoch)
+        keys = row_keys(row_ids if row_ids.dim() == 2 else row_ids.unsqueeze(1), seed=self.seed, epoch=epoch)
         text_ids = torch.zeros_like(input_ids) if text_ids is None else text_ids
         position = positions_in_text(attention_mask.bool(), text_ids)
-        split = _draw32(keys, position, _REPLACE)
+        split = draw32(keys, position, REPLACE)
         mask_below = round(self.mask_replace_prob * (1 << 32))
         random_below = round((self.mask_replace_prob + self.random_replace_prob) * (1 << 32))
         # the k-th ordinary id: k plus the number of special ids at or below it
-        drawn = (_draw32(keys, position, _RANDOM) * max(self._num_ordinary, 1)) >> 32
+        drawn = (draw32(keys, position, RANDOM) * max(self._num_ordinary, 1)) >> 32
         gaps = _on_device(tuple(i - n for n, i in enumerate(self.special_token_ids)), input_ids.device)
         random_ids = drawn + torch.searchsorted(gaps, drawn, right=True)
         replaced = torch.where(split < mask_below, self.mask_token_id, random_ids.to(input_ids.dtype))

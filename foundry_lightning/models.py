@@ -90,6 +90,25 @@ def first_position(model: nn.Module) -> int:
     return 0 if embedding is None or embedding.padding_idx is None else embedding.padding_idx + 1
 
 
+def num_embeddings(model: nn.Module) -> int | None:
+    """Rows of the input embedding; None where the model does not say."""
+    getter = getattr(model, "get_input_embeddings", None)
+    if getter is None:
+        return None
+    try:
+        embedding = getter()
+    except NotImplementedError:
+        return None
+    weight = getattr(embedding, "weight", None)
+    return None if weight is None else int(weight.shape[0])
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Longest sequence the model's learned positions allow (RoBERTa counts from padding_idx + 1); None: no limit."""
+    embedding = position_embedding(model)
+    return None if embedding is None else embedding.num_embeddings - first_position(model)
+
+
 def probe_ids(model: nn.Module, count: int) -> Tensor:
     """``[count]`` fixed ordinary ids on the model's device."""
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foundry_lightning.masking import Masking, batch_seed, mask_tokens, permutation
+from foundry_lightning.draws import batch_seed, permutation
+from foundry_lightning.masking import Masking, mask_tokens
 
 SPECIAL = (0, 1, 2, 3, 4)
 SETTINGS = {"mask_token_id": 4, "special_token_ids": SPECIAL, "vocab_size": 50}

@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from foundry_lightning.data.pipeline import DataPipeline
-from foundry_lightning.masking import PIECE_SHIFT, permutation
+from foundry_lightning.draws import permutation
+from foundry_lightning.masking import PIECE_SHIFT
 
 _CHARACTERS = 40  # looked at for each token of a row
 _LOOKED_AT = 200  # texts among which a word to blank is looked for

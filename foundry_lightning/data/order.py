@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foundry_lightning.masking import permutation
+from foundry_lightning.draws import permutation
 
 PAD_TO = 8  # widths are multiples of it: tensor cores and vector units like them
 

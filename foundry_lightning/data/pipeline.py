@@ -27,7 +27,7 @@ from foundry_lightning.data.corpus import cache_dir
 from foundry_lightning.data.order import PAD_TO, Order, Plan, batches_of_tokens, grouped_order, packed_rows, plain_order
 from foundry_lightning.data.rows import Batch, TokenRows
 from foundry_lightning.data.sources import Source, open_source
-from foundry_lightning.masking import permutation
+from foundry_lightning.draws import permutation
 from foundry_lightning.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 _GROUPED = 64  # batches over which rows of like lengths are gathered

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foundry_lightning.data.rows import Batch
-from foundry_lightning.masking import permutation
+from foundry_lightning.draws import permutation
 
 
 class ReadyBatches:

@@ -1,14 +1,11 @@
 """Everything text can come from, behind one interface: rows in a fixed order, counted from 0."""
 
 import glob
-import gzip
 import hashlib
 import inspect
-import io
 import json
 import os
 import sys
-import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -18,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foundry_lightning.data.corpus import CORPUS_NAMES, corpus_paragraphs
+from foundry_lightning.data.files import json_object, lines, paragraphs, parquet_rows
 
 Row = str | npt.NDArray[np.int64]
 """A text, or ready token ids `[S]`."""
@@ -159,15 +157,15 @@ class _Files(Source):
     def _file_values(self, path: str, skip: int) -> Generator[_Placed, None, int]:
         """Yield the rows of a file after the first `skip`; return how many are still to skip in the next file."""
         if path.lower().endswith(".parquet"):
-            return (yield from _parquet_rows(path, self.text_column, skip))
+            return (yield from parquet_rows(path, lambda names: _needed_columns(names, self.text_column, path), skip))
         is_json = ".jsonl" in os.path.basename(path).lower()
-        lines = _paragraphs(path) if self._split_txt == "paragraph" and not is_json else _lines(path)
-        for number, text in lines:
+        read = paragraphs if self._split_txt == "paragraph" and not is_json else lines
+        for number, text in read(path):
             if skip:
                 skip -= 1
             else:
                 where = f"line {number} of {path}"
-                yield where, _json_object(text, where) if is_json else text
+                yield where, json_object(text, where) if is_json else text
         return skip
 
     def _advice_if_empty(self) -> str:
@@ -449,95 +447,3 @@ def _ids(value: Any, where: str, mask: Any = None) -> npt.NDArray[np.int64]:
         got = attended[~np.isin(attended, (0, 1))][0]
         raise ValueError(f"attention_mask in {where} must hold 0 and 1, got {got!r}; 1 is an attended token.")
     return cast(npt.NDArray[np.int64], checked[attended.astype(bool)])
-
-
-def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """Yield number (from 1) and text of every line that is not blank."""
-    for number, text in _all_lines(path):
-        if text and not text.isspace():
-            yield number, text
-
-
-def _paragraphs(path: str) -> Iterator[tuple[int, str]]:
-    """Yield the number of the first line (from 1) and the text of every run of lines that are not blank."""
-    first, block = 0, list[str]()
-    for number, text in _all_lines(path):
-        if text and not text.isspace():
-            first = first if block else number
-            block.append(text)
-        elif block:
-            yield first, "\n".join(block)
-            block = []
-    if block:
-        yield first, "\n".join(block)
-
-
-def _all_lines(path: str) -> Iterator[tuple[int, str]]:
-    number = 0
-    with _open_binary(path) as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that Windows editors write
-                yield number, line.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"line {number} of {path} must be UTF-8, got {error.reason} at byte {error.start}; re-encode the file."
-            ) from None
-        except (EOFError, OSError, zlib.error) as error:
-            if not path.lower().endswith((".gz", ".zst")):
-                raise
-            raise ValueError(
-                f"{path} must be a whole compressed file, got after line {number}: {error}; copy or pack it again."
-            ) from error
-
-
-def _open_binary(path: str) -> Any:
-    if path.lower().endswith(".gz"):
-        return gzip.open(path, "rb")
-    if path.lower().endswith(".zst"):
-        # pyarrow, not zstandard: its reader notices a truncated file, zstandard's ends as if nothing were missing.
-        import pyarrow
-
-        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
-    return open(path, "rb")
-
-
-def _json_object(text: str, where: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where} must be JSON, got {error.msg} at character {error.pos}; give one object per line."
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{where} must be JSON, got too deep a nesting; give one object per line.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f'{where} must be a JSON object, got {type(value).__name__}; write it as {{"text": …}}.')
-    return value
-
-
-def _parquet_rows(path: str, text_column: str, skip: int) -> Generator[_Placed, None, int]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            columns = _needed_columns(file.schema_arrow.names, text_column, path)
-            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-            number, group = 0, 0
-            while group < len(sizes) and skip >= sizes[group]:  # whole groups need not be read
-                number, skip, group = number + sizes[group], skip - sizes[group], group + 1
-            # Arrow's thread pool does not survive the fork of a DataLoader worker.
-            groups = range(group, len(sizes))
-            for batch in file.iter_batches(_BLOCK, row_groups=groups, columns=columns, use_threads=False):
-                arrays = [batch.column(name).to_numpy(zero_copy_only=False) for name in columns]
-                for values in zip(*arrays, strict=True):
-                    if skip:
-                        skip -= 1
-                    else:
-                        yield f"row {number} of {path}", dict(zip(columns, values, strict=True))
-                    number += 1
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} must be a whole Parquet file, got: {error}; write or copy it again.") from error
-    return skip

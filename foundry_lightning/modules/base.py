@@ -19,8 +19,8 @@ from foundry_lightning.callbacks.dropout_draws import DropoutDraws
 from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release, require_compiler
 from foundry_lightning.config import _TrainingFields
-from foundry_lightning.masking import batch_seed
-from foundry_lightning.models import first_position, position_embedding, uses_flash_attention
+from foundry_lightning.draws import batch_seed
+from foundry_lightning.models import max_positions, num_embeddings, uses_flash_attention
 from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule, require_optimizer
 from foundry_lightning.packing import Packing, find_packing, text_starts
@@ -539,22 +539,3 @@ class EncoderModule(lightning.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint of another run, and sets the loops to its last finished update."""
         ckpt.accept(self, checkpoint)
-
-
-def num_embeddings(model: nn.Module) -> int | None:
-    """Rows of the input embedding; None where the model does not say."""
-    getter = getattr(model, "get_input_embeddings", None)
-    if getter is None:
-        return None
-    try:
-        embedding = getter()
-    except NotImplementedError:
-        return None
-    weight = getattr(embedding, "weight", None)
-    return None if weight is None else int(weight.shape[0])
-
-
-def max_positions(model: nn.Module) -> int | None:
-    """Longest sequence the model's learned positions allow (RoBERTa counts from padding_idx + 1); None: no limit."""
-    embedding = position_embedding(model)
-    return None if embedding is None else embedding.num_embeddings - first_position(model)

@@ -13,8 +13,8 @@ from torchmetrics import Metric
 from foundry_lightning.config import MLMConfig, config_from, problems_to_error
 from foundry_lightning.losses import vocabulary_loss
 from foundry_lightning.masking import MaskedBatch, Masking, masked_positions
-from foundry_lightning.models import require_inputs
-from foundry_lightning.modules.base import EncoderModule, num_embeddings
+from foundry_lightning.models import num_embeddings, require_inputs
+from foundry_lightning.modules.base import EncoderModule
 from foundry_lightning.projection import find_projection, output_vocab_size
 from foundry_lightning.schedule import mask_share
 from foundry_lightning.students import StudentRecipe

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from foundry_lightning.compiling import compile_layers
 from foundry_lightning.data.pipeline import DataPipeline
-from foundry_lightning.modules.base import EncoderModule, max_positions, num_embeddings
+from foundry_lightning.models import max_positions, num_embeddings
+from foundry_lightning.modules.base import EncoderModule
 from foundry_lightning.students import StudentRecipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

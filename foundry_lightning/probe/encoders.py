@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from foundry_lightning.modules.base import max_positions
+from foundry_lightning.models import max_positions
 from foundry_lightning.optim import optimizer_with_schedule
 from foundry_lightning.probe.labelled import Labelled
 from foundry_lightning.quiet import quiet_lightning, quiet_loading

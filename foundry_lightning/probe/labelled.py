@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset, load_from_disk
 
-from foundry_lightning.data.sources import _all_lines, _json_object
+from foundry_lightning.data.files import all_lines, json_object
 
 TASKS = ("ner", "pos", "classify")
 COLUMNS = {"ner": ("tokens", "tags"), "pos": ("tokens", "tags"), "classify": ("text", "label")}
@@ -77,8 +77,8 @@ def read_labelled(
         if path.is_dir():
             rows = _dataset_rows(_from_disk(path), name, columns)
         elif ".jsonl" in path.suffixes:
-            objects = ((f"{name}, line {n}", text) for n, text in _all_lines(name) if text.strip())
-            rows = (_row(_json_object(text, where), where, columns) for where, text in objects)
+            objects = ((f"{name}, line {n}", text) for n, text in all_lines(name) if text.strip())
+            rows = (_row(json_object(text, where), where, columns) for where, text in objects)
         elif of_words:
             rows = _conll_rows(name, fields)
         else:
@@ -151,7 +151,7 @@ def _conll_rows(name: str, fields: tuple[int, int] | None) -> Iterator[tuple[str
     words: list[str] = []
     tags: list[str] = []
     start = 1
-    for number, line in _all_lines(name):
+    for number, line in all_lines(name):
         parts = line.split("\t") if "\t" in line else line.split()
         if not line.strip() or parts[0].startswith("-DOCSTART-"):
             yield f"{name}, line {start}", words, tags
