@@ -52,7 +52,7 @@ class DataPipeline:
         text_column: Column of the text in dicts, data sets and files.
         long_rows: `truncate` cuts a text at `max_length`, `split` keeps all of it in several rows.
         group_by_length: Batches hold rows of like lengths, so that little is padding; sized sources only. For models
-            that cannot `pack`: a batch of short rows is as large a step as one of long rows, and knows less.
+            that cannot `pack`: rows of one length are texts of one kind, and learning from them alone is slower.
         pack: Several texts share a row of `max_length`, kept apart by the attention mask; sized sources only. Batches
             have `row_ids` and `text_ids` `[B, S]` then.
         batch_tokens: Places of a batch, padding included, in the place of `batch_size`; with `pack` or
