@@ -155,10 +155,11 @@ def fused_block_loss(
     temperature, scale, size = terms.temperature, terms.gradient_scale, scores.shape[0]
     if scores.device.type == "cpu":  # what a walk reads again is then in the cache
         size = max(1, _PART_BYTES // (scores.dtype.itemsize * scores.shape[1] * (1 if teacher is None else 2)))
-    alone = scores if teacher is None else scores[terms.num_shared :]
-    shared = (
-        [] if teacher is None else list(zip(scores[: terms.num_shared].split(size), teacher.split(size), strict=True))
-    )
+    shared, rest = [], scores
+    if teacher is not None:
+        shared = list(zip(scores[: terms.num_shared].split(size), teacher.split(size), strict=True))
+        rest = scores[terms.num_shared :]
+    alone = rest.split(size) if len(rest) else ()
 
     kl: Tensor | float = 0.0
     ce: Tensor | float = 0.0
@@ -172,7 +173,7 @@ def fused_block_loss(
         cross = cross / (target.total * temperature)
         kl = temperature**2 * ((cross + soft.total.log() - target.total.log()) * rows.real).sum()
     if hard is not None:
-        for part in alone.split(size) if len(alone) else ():
+        for part in alone:
             hard = _compiled(_add)(part, 1.0, hard)
         at_label = scores.gather(0, rows.label.unsqueeze(0))[0] - hard.maximum
         ce = ((hard.total.log() - at_label) * rows.counted).sum()
@@ -188,9 +189,9 @@ def fused_block_loss(
         for part in shared:
             _compiled(_write_shared)(*part, temperature, hard, soft, target)
     if hard is None:
-        alone.zero_()
+        rest.zero_()
     else:
-        for part in alone.split(size) if len(alone) else ():
+        for part in alone:
             _compiled(_write)(part, hard)
         scores.scatter_add_(0, rows.label.unsqueeze(0), -weight.to(scores.dtype).unsqueeze(0))
     return BlockLoss(ce, kl, scores)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 # Dropout by torch's own operators: the compiler's generator makes one number after the other on a CPU, and takes a
-# sixth of a step more. The draws are then those of the run that is not compiled.
-_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
+# seventh of a step more. The draws are then those of the run that is not compiled.
+_ON_CPU: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
 
 
 def require_compiler(device: torch.device, *, named: str) -> None:
@@ -26,9 +26,10 @@ def require_compiler(device: torch.device, *, named: str) -> None:
     """
     try:
         torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
-    except RuntimeError as error:  # what the compiler raises is one
+    except RuntimeError as error:  # what the compiler raises is one; its first paragraph says what
+        reason = " ".join(str(error).split("\n\n")[0].split())
         raise ValueError(
-            f"{named} is True, but torch.compile does not work on {device.type} here ({str(error).splitlines()[0]}); "
+            f"{named} is True, but torch.compile does not work on {device.type} here ({reason}); "
             f"install a C++ compiler such as g++ (and Triton for a GPU), or set {named} to False."
         ) from error
 
@@ -42,8 +43,9 @@ def compile_layers(model: nn.Module) -> list[nn.Module]:
     stacks = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
     outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     layers = [layer for name in outer for layer in stacks[name]] or [model]
+    on_cpu = next(model.parameters()).device.type == "cpu"
     for layer in layers:
-        layer.compile(options=_OPTIONS if next(layer.parameters()).device.type == "cpu" else None)
+        layer.compile(options=_ON_CPU if on_cpu else None)
     return layers
 
 
