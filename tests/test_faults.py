@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from tqdm.std import TqdmDefaultWriteLock
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMLitModule, MLMTrainer
 from foundry_lightning.data.loader import Deal, WindowLoader
@@ -457,3 +458,13 @@ def test_a_worker_that_dies_while_its_batch_is_taken_is_a_dead_worker_too(tokeni
         WindowLoader(data, deal=Deal, num_workers=1)._window(broken(), Deal())
     with pytest.raises(ConnectionResetError):  # without workers it is the source's own
         WindowLoader(data, deal=Deal)._window(broken(), Deal())
+
+
+@pytest.mark.parametrize("settings", [{}, {"pack": True}, {"group_by_length": True}, {"long_rows": "split"}])
+def test_a_batch_is_read_without_a_lock_that_a_killed_process_could_keep(tokenizer, settings, monkeypatch):
+    """The progress bars' lock is one for all forked processes; a worker killed while it held that would stop all."""
+    pipe = DataPipeline(texts(20), tokenizer, batch_size=3, max_length=16, **settings)
+    order = pipe.order(seed=7, epoch=2, shuffle=True)
+    monkeypatch.setattr(TqdmDefaultWriteLock, "acquire", lambda *_, **__: pytest.fail("a shared lock was taken"))
+    batches = [pipe.batch(n, order) for n in range(pipe.num_batches())]
+    assert sum(int(batch["attention_mask"].sum()) for batch in batches) == pipe.lengths.sum()

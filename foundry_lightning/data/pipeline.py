@@ -313,7 +313,9 @@ class DataPipeline:
         Packed rows have `row_ids` `[B, S]` and `text_ids` `[B, S]`, the number of the text within its row.
         """
         groups = order.groups(number * self._groups_of_batch, (number + 1) * self._groups_of_batch)
-        columns = self.table.with_format("numpy")[[row for group in groups for row in group]]
+        # arrow, not numpy: that format takes a lock shared by all workers, which a killed one never gives back
+        table = self.table.with_format("arrow")[[row for group in groups for row in group]]
+        columns = {name: table[name].to_numpy() for name in table.column_names}
         rows = iter([dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)])
         if self.pack:
             return self._collate([list(islice(rows, len(group))) for group in groups])
