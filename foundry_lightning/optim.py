@@ -40,19 +40,6 @@ def hidden_matrices(modules: Iterable[nn.Module], *, num_ids: int | None) -> lis
     return [p for p in parameters if p.ndim == 2 and p not in tables and num_ids not in p.shape]
 
 
-def require_optimizer(name: str) -> None:
-    """Refuses an optimizer that the installed torch does not have.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    if name == "muon" and not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"optimizer='muon' needs torch 2.9 or later, this is torch {torch.__version__}; install a newer torch, or "
-            "set optimizer='adamw'."
-        )
-
-
 class _Float32OnCPU(TorchFunctionMode):
     """What Muon computes in bfloat16 is computed in float32 on a CPU, most of which emulate bfloat16, slowly."""
 

@@ -154,12 +154,6 @@ def test_a_student_without_hidden_matrices_is_refused(tokenizer):
         MLMTrainer(BiasStudent(torch.zeros(8)), config=config).train([torch.tensor([[5, 6]])])
 
 
-def test_a_torch_without_muon_is_named_before_anything_is_built(tokenizer, monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ValueError, match="optimizer='muon' needs torch 2.9"):
-        MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(**SETTINGS))
-
-
 def test_a_resumed_run_with_muon_takes_todays_rate_and_decay(tokenizer, tmp_path):
     groups = []
 

@@ -22,7 +22,7 @@ from foundry_lightning.config import _TrainingFields
 from foundry_lightning.draws import batch_seed
 from foundry_lightning.models import max_positions, num_embeddings, uses_flash_attention
 from foundry_lightning.modules.meter import Meter
-from foundry_lightning.optim import optimizer_with_schedule, require_optimizer
+from foundry_lightning.optim import optimizer_with_schedule
 from foundry_lightning.packing import Packing, find_packing, text_starts
 from foundry_lightning.projection import PlainProjection, ScoredProjection
 from foundry_lightning.students import StudentRecipe
@@ -56,7 +56,6 @@ class EncoderModule(lightning.LightningModule):
             raise TypeError(
                 f"student must be a torch.nn.Module or a recipe such as FromConfig, got {type(student).__name__}."
             )
-        require_optimizer(config.optimizer)
         self.config = config
         self.tokenizer = tokenizer
         self.student: nn.Module | None = student if isinstance(student, nn.Module) else None  # type: ignore[assignment]
