@@ -302,4 +302,7 @@ def use_current_settings(trainer: lightning.Trainer, groups: list[dict[str, Any]
     for group, settings, factor in zip(optimizer.param_groups, groups, scheduler.lr_lambdas, strict=True):
         group.update(settings)
         group["lr"] = settings["initial_lr"] * factor(scheduler.last_epoch)
+        for parameter in group["params"]:  # a fused update counts its steps on the device, any other on the host
+            if torch.is_tensor(step := optimizer.state[parameter].get("step")):
+                optimizer.state[parameter]["step"] = step.to(parameter.device if group.get("fused") else "cpu")
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

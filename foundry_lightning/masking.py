@@ -97,7 +97,8 @@ class Masking:
     def eligible(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """`[B, S]` bool: attended and not a special id."""
         special = _on_device(self.special_token_ids, input_ids.device)
-        return attention_mask.bool() & ~torch.isin(input_ids, special)
+        place = torch.searchsorted(special, input_ids).clamp(max=len(special) - 1)  # torch.isin makes the host wait
+        return attention_mask.bool() & (special[place] != input_ids)
 
     def select(
         self,
@@ -182,7 +183,8 @@ class Masking:
         chosen_sorted = takes & eligible_sorted
         # the batch drew none: the eligible unit with the smallest hash
         unit_hash_sorted = torch.where(eligible_sorted, unit_hash.flatten()[order], torch.iinfo(torch.int64).max)
-        smallest = unit_key == unit_key[unit_hash_sorted.argmin()]
+        first = unit_hash_sorted.argmin().view(1)  # an index without dimensions would be read by the host
+        smallest = unit_key == unit_key.index_select(0, first)
         chosen_sorted = chosen_sorted | (smallest & eligible_sorted & ~chosen_sorted.any())
         chosen = torch.empty_like(chosen_sorted)
         chosen[order] = chosen_sorted

@@ -44,7 +44,10 @@ class _Float32OnCPU(TorchFunctionMode):
     """What Muon computes in bfloat16 is computed in float32 on a CPU, most of which emulate bfloat16, slowly."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.bfloat16 and args[0].device.type == "cpu":
+        halves = func is torch.Tensor.bfloat16 or (  # from torch 2.15 on
+            func is torch.Tensor.to and any(value is torch.bfloat16 for value in (*args, *(kwargs or {}).values()))
+        )
+        if halves and args[0].device.type == "cpu":
             return args[0].to(torch.float32, copy=True)
         return func(*args, **(kwargs or {}))
 

@@ -76,8 +76,11 @@ class Packing:
 
     def _mask(self, apart: Tensor) -> Tensor:
         """`[B, 1, S, S]`: 0 where a place is seen, the type's lowest number where it is not."""
-        mask = torch.zeros(apart.shape, dtype=self.dtype, device=apart.device)
-        return mask.masked_fill_(apart, torch.finfo(self.dtype).min).unsqueeze(1)
+        kind, dtype = apart.device.type, self.dtype
+        if torch.is_autocast_enabled(kind):  # which would make, and keep, a copy for each layer
+            dtype = torch.get_autocast_dtype(kind)
+        mask = torch.zeros(apart.shape, dtype=dtype, device=apart.device)
+        return mask.masked_fill_(apart, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def text_starts(text_ids: Tensor) -> Tensor:
@@ -119,6 +122,8 @@ def find_packing(model: nn.Module, *, name: str) -> Packing:
             problem = _mixes(model, packing, dtype=dtype)
     except Exception as error:  # the forward is the user's code
         problem = f"its forward fails with {type(error).__name__}: {error}"
+        if packing.flash and dtype.itemsize > 2:
+            advice = "flash attention needs half precision: torch_dtype='bfloat16' (Trainer: precision='bf16-mixed')."
     if problem:
         raise ValueError(f"pack=True does not work with the {name}, {type(model).__name__}: {problem}; {advice}")
     return packing

@@ -195,7 +195,7 @@ def _prove(model: nn.Module, body: str) -> Projection:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() == 1 and id(parameter) not in in_body:
-            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter))
+            parameter.add_(torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter))
 
     outputs: list[tuple[str, Tensor]] = []
     handles = [

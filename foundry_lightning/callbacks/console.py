@@ -31,29 +31,32 @@ def compare(module: Any, batches: Any) -> list[tuple[str, int, float, float]]:
         batches: Validation batches of our loader; at most 50 are taken.
 
     Returns:
-        (name, parameters, mean cross-entropy in nats, attended tokens a second of the forward pass) of each; the
-        first batch warms up, and the median of the others' rates counts.
+        (name, parameters, mean cross-entropy in nats over all ranks, attended tokens a second of this rank's forward
+        pass) of each; the first batch warms up, and the median of the others' rates counts.
     """
     models = [("student", module.student, module.projection), ("teacher", module.teacher, module.teacher_projection)]
     rates: list[list[float]] = [[], []]
     losses, masked_tokens = [0.0, 0.0], 0
-    with torch.no_grad():
+    with torch.no_grad(), module.trainer.precision_plugin.val_step_context():
         for batch in islice(batches, 50):
             batch = module.transfer_batch_to_device(batch, module.device, 0)
             masked = module.mask(batch)
-            inputs = {**module.inputs(batch), "input_ids": masked.input_ids}
             masked_tokens += batch["info"]["num_masked"]
-            for n, (_, model, projection) in enumerate(models):
+            for n, (name, model, projection) in enumerate(models):
+                inputs = {**module.inputs(batch, of=name), "input_ids": masked.input_ids}
                 began = time.perf_counter()
                 scored = projection(model, inputs, positions=masked.positions).scored
                 losses[n] += float(vocabulary_loss(scored, labels=masked.labels).ce_sum)
-                rates[n].append(batch["info"]["num_attended"] / (time.perf_counter() - began))
+                if not batch["info"]["filler"]:
+                    rates[n].append(batch["info"]["num_attended"] / (time.perf_counter() - began))
+    sums = torch.tensor([*losses, masked_tokens], device=module.device)
+    *losses, masked_tokens = module.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
     return [
         (
             name,
             sum(p.numel() for p in model.parameters()),
             losses[n] / max(masked_tokens, 1),
-            statistics.median(rates[n][1:] or rates[n]),
+            statistics.median(rates[n][1:] or rates[n] or [0.0]),
         )
         for n, (name, model, _) in enumerate(models)
     ]
@@ -192,15 +195,19 @@ def _clock(seconds: float) -> str:
 class CompareWithTeacher(Callback):
     """Prints at the end student and teacher on the validation data: size, loss, speed."""
 
-    def on_fit_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Compares them where there are both."""
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        """Compares them where there are both, on all ranks: the loader's totals are collective."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         distils = getattr(pl_module, "teacher", None) is not None and getattr(pl_module, "masking", None) is not None
-        if not (trainer.is_global_zero and distils and getattr(data, "val", None) is not None):
+        if not distils or getattr(data, "val", None) is None:
             return
         pl_module.student.eval()
+        found = compare(pl_module, data.val_dataloader())
+        pl_module.student.train()
+        if not trainer.is_global_zero:
+            return
         table = Table("", "parameters", "validation loss", "forward pass")
-        for name, parameters, loss, speed in compare(pl_module, data.val_dataloader()):
+        for name, parameters, loss, speed in found:
             table.add_row(name, f"{parameters:,}", f"{loss:.3f}", f"{speed:,.0f} tokens/s")
         rich.print(table)
 

@@ -163,7 +163,8 @@ class Samples(Callback):
         if not self._blanks:
             return
         self._done = step
-        fill_blanks(module, self._blanks)
+        with trainer.precision_plugin.val_step_context():
+            fill_blanks(module, self._blanks)
         folder = trainer.default_root_dir if self.folder is None else self.folder
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)

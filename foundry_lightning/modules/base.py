@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release, require_compiler
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.draws import batch_seed
-from foundry_lightning.models import max_positions, num_embeddings, uses_flash_attention
+from foundry_lightning.models import attends_anywhere, max_positions, num_embeddings, uses_flash_attention
 from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule
 from foundry_lightning.packing import Packing, find_packing, text_starts
@@ -142,7 +143,11 @@ class EncoderModule(lightning.LightningModule):
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
         devices = [device.index or 0] if device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            with ExitStack() as within:
+                within.enter_context(torch.random.fork_rng(devices=devices))
+                within.enter_context(torch.enable_grad())
+                for model in self.children():
+                    within.enter_context(attends_anywhere(model))
                 self.student.train()
                 output: Any = self.training_step(batch, 0)
                 gradients = torch.autograd.grad(output["loss"], list(named.values()), allow_unused=True)
@@ -435,7 +440,7 @@ class EncoderModule(lightning.LightningModule):
         norm = torch.nn.utils.get_total_norm(gradients)
         sharded = not isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
         if sharded:
-            norm = self.trainer.strategy.reduce(norm, reduce_op="sum")
+            norm = self.trainer.strategy.reduce(norm**2, reduce_op="sum").sqrt()
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm") and not sharded:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
@@ -457,6 +462,11 @@ class EncoderModule(lightning.LightningModule):
             raise ValueError(
                 f"optimizer='muon' needs whole matrices, and {type(self.trainer.strategy).__name__} may shard them; "
                 "set optimizer='adamw' or strategy='ddp'."
+            )
+        if isinstance(self.trainer.strategy, FSDPStrategy) and self.trainer.gradient_clip_val:
+            raise ValueError(
+                f"max_grad_norm (Trainer: gradient_clip_val) is {self.trainer.gradient_clip_val}, and Lightning clips "
+                "no gradients of FSDP; set max_grad_norm=0 (gradient_clip_val: null), or strategy='ddp'."
             )
         for parameter in self._unreached:  # DDP has wrapped the model; the optimizer's groups are those of one rank
             parameter.requires_grad_(True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foundry_lightning.config import EncoderDistillConfig, config_from
 from foundry_lightning.losses import cosine_loss, mse_loss
 from foundry_lightning.masking import masked_positions
-from foundry_lightning.models import require_inputs
+from foundry_lightning.models import attends_anywhere, require_inputs
 from foundry_lightning.modules.mlm import TokenMean
 from foundry_lightning.modules.teacher import WithTeacher
 from foundry_lightning.students import StudentRecipe
@@ -116,7 +116,7 @@ def _width(model: nn.Module, name: str) -> int:
     modes = {module: module.training for module in model.modules()}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), attends_anywhere(model):
             ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
             output = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
     finally:

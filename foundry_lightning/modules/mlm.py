@@ -87,6 +87,15 @@ class TokenMean(Metric):
         for name, value in sums.items():
             setattr(self, name, getattr(self, name) + value)
 
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Moves the sums as Lightning moves the module, and leaves their type: half precision would lose tokens."""
+
+        def move(tensor: Tensor) -> Tensor:
+            device = fn(torch.zeros((), device=tensor.device)).device
+            return tensor.to(device, torch.float32 if device.type == "mps" else torch.float64)  # MPS has no float64
+
+        return super()._apply(move, *args, **kwargs)
+
     def compute(self) -> dict[str, Tensor]:
         """The means; 0 where nothing was counted."""
         return {name: getattr(self, name) / getattr(self, count).clamp(min=1) for name, count in self.terms.items()}
