@@ -163,6 +163,12 @@ def model_facts(module: Any) -> dict[str, Any]:
     }
     facts["frozen_parameters"] = facts["parameters"] - facts["trainable_parameters"]
     facts["unreached_parameters"] = _unreached(module)
+    facts["idle_tensor_cores"] = (
+        module.device.type == "cuda"
+        and module.trainer.precision == "32-true"
+        and torch.get_float32_matmul_precision() == "highest"
+        and torch.cuda.get_device_capability(module.device) >= (8, 0)
+    )
     if getattr(module, "projection", None) is not None:
         facts["projection"] = module.projection.reason
     if getattr(module, "teacher", None) is not None:
@@ -255,6 +261,11 @@ def warnings_of(facts: dict[str, Any]) -> list[str]:
         found.append(
             f"an update takes {plan['batches_per_update']} batches and an epoch has {plan['batches_per_epoch']}: each "
             "epoch is one short update; lower the accumulation or batch_size."
+        )
+    if facts.get("model", {}).get("idle_tensor_cores"):
+        found.append(
+            "products in float32 leave this GPU's tensor cores idle; set torch_dtype='bfloat16' (Trainer: "
+            "precision='bf16-mixed'), or torch.set_float32_matmul_precision('high')."
         )
     memory = facts["memory"]
     if memory["memory_free"] is not None and memory["memory_to_come"] > memory["memory_free"]:

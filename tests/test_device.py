@@ -25,6 +25,7 @@ from foundry_lightning import (
 from foundry_lightning.callbacks.console import CompareWithTeacher
 from foundry_lightning.callbacks.samples import Samples
 from foundry_lightning.checkpoint import use_current_settings
+from foundry_lightning.facts import model_facts, warnings_of
 from foundry_lightning.models import uses_flash_attention
 from foundry_lightning.projection import ScoredProjection
 from tests.conftest import texts, tiny_bert
@@ -149,6 +150,29 @@ def test_fsdp_with_clipping_is_refused_before_the_first_update(tokenizer):
     module.trainer = trainer
     with pytest.raises(ValueError, match="clips no gradients of FSDP; set max_grad_norm=0"):
         module.configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("precision", "products", "told"),
+    [("32-true", "highest", True), ("32-true", "high", False), ("bf16-mixed", "highest", False)],
+)
+def test_float32_on_a_gpu_with_tensor_cores_is_advised_against(monkeypatch, tokenizer, precision, products, told):
+    trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(**QUIET))
+    trainer.train(rows(tokenizer), total_steps=1)
+    monkeypatch.setattr(MLMLitModule, "device", torch.device("cuda"))
+    monkeypatch.setattr(lightning.Trainer, "precision", precision)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: products)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("foundry_lightning.facts._unreached", lambda _: 0)
+    warnings = warnings_of(
+        {
+            "data": {},
+            "model": model_facts(trainer.module),
+            "plan": {"batches_per_epoch": 9, "batches_per_update": 1},
+            "memory": {"memory_free": None, "memory_to_come": 0},
+        }
+    )
+    assert ["tensor cores idle; set torch_dtype='bfloat16'" in warning for warning in warnings] == [True] * told
 
 
 # ------------------------------------------------------------------ flash attention
