@@ -24,6 +24,7 @@ from foundry_lightning.models import (
     probe_ids,
     uses_flash_attention,
 )
+from foundry_lightning.projection import tolerance
 
 _LENGTHS = (4, 5)  # of the texts that are packed for the proof
 _PADDING = 3
@@ -144,7 +145,6 @@ def _mixes(model: nn.Module, packing: Packing, *, dtype: torch.dtype) -> str | N
     for text, found in ((a, ab[:first]), (b, ab[ends])):
         ids = text.unsqueeze(0)
         expected = outputs_of(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0]
-        tolerance = max(16 * torch.finfo(dtype).eps, 1e-5) * max(1.0, float(expected.abs().max()))
-        if (found - expected).abs().max() > tolerance:
+        if (found - expected).abs().max() > tolerance(expected, dtype, roundings=16):
             return "a packed text gets other scores than in a row of its own"
     return None

@@ -216,7 +216,8 @@ def _prove(model: nn.Module, body: str) -> Projection:
     positions = torch.tensor(_PROBE_POSITIONS, device=logits.device)
     expected = logits.flatten(0, 1)[positions]
     scores = projection(model, inputs, positions=positions).scored.scores()
-    if scores.shape != expected.shape or (scores - expected).abs().max() > _tolerance(expected):
+    allowed = tolerance(expected, expected.dtype, roundings=4)  # the perturbed biases move scores by about 1
+    if scores.shape != expected.shape or (scores - expected).abs().max() > allowed:
         return PlainProjection(body, "plain scores: the head gives other scores when it sees the chosen positions only")
     nothing = projection(model, inputs, positions=positions[:0]).scored.scores()
     if nothing.shape != (0, logits.shape[-1]):
@@ -224,9 +225,9 @@ def _prove(model: nn.Module, body: str) -> Projection:
     return projection
 
 
-def _tolerance(scores: Tensor) -> float:
-    """Rounding of a few products; the perturbed biases move scores by about 1."""
-    epsilon = max(4 * torch.finfo(scores.dtype).eps, 1e-5)
-    if scores.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+def tolerance(scores: Tensor, dtype: torch.dtype, *, roundings: int) -> float:
+    """Rounding of a few products in `dtype`, which TF32 makes coarser."""
+    epsilon = max(roundings * torch.finfo(dtype).eps, 1e-5)
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         epsilon = 1e-2
     return epsilon * max(1.0, float(scores.abs().max()))
