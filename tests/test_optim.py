@@ -1,6 +1,5 @@
 """Muon for hidden matrices beside AdamW for the rest: one optimizer to Lightning, checkpoints and schedule."""
 
-from functools import partial
 
 import pytest
 import torch
@@ -46,7 +45,10 @@ def test_muon_takes_the_matrices_between_hidden_states_and_adamw_the_rest(tokeni
 
 
 def test_an_update_is_torchs_muon_on_matrices_and_torchs_adamw_elsewhere(monkeypatch):
-    in_float32 = partial(torch.Tensor.to, dtype=torch.float32, copy=True)
+    convert = torch.Tensor.to
+
+    def in_float32(tensor, *args, **kwargs):
+        return convert(tensor, torch.float32, copy=True)
 
     def model() -> nn.Sequential:
         torch.manual_seed(0)
@@ -65,7 +67,8 @@ def test_an_update_is_torchs_muon_on_matrices_and_torchs_adamw_elsewhere(monkeyp
             net(torch.arange(10)).square().sum().backward()
             with monkeypatch.context() as patched:
                 if net is other:
-                    patched.setattr(torch.Tensor, "bfloat16", lambda tensor: in_float32(tensor))
+                    patched.setattr(torch.Tensor, "bfloat16", in_float32)
+                    patched.setattr(torch.Tensor, "to", in_float32)  # what torch 2.15 calls
                 for optimizer in optimizers:
                     optimizer.step()
             net.zero_grad()
