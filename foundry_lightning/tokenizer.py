@@ -27,6 +27,8 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "spm", "mer
 # Part of the cache key: raise it whenever training would give another tokenizer for the same arguments.
 _RULES = 1
 
+_SAMPLE = 500  # tokens whose text shows how a slow tokenizer cuts
+
 # A private-use character: the BERT normaliser removes them from text, so it can mark where words begin in training.
 _WORD_START = "\ue000"
 
@@ -158,7 +160,8 @@ def how_to_make(folder: str) -> str:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a hash that two tokenizers share exactly when they turn text into the same ids with the same special ids.
 
-    Padding and truncation, which calls switch on and off, do not count.
+    Padding and truncation, which calls switch on and off, do not count, but for the side that is cut. Of a slow
+    tokenizer, whose rules lie in its code, the ids of a sample count beside the vocabulary.
 
     Raises:
         TypeError: If the tokenizer is neither a fast one nor has `get_vocab`.
@@ -169,10 +172,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         del content["padding"], content["truncation"]
     elif hasattr(tokenizer, "get_vocab"):
         content = {"class": type(tokenizer).__qualname__, "vocab": tokenizer.get_vocab()}
+        if callable(tokenizer):
+            sample = " ".join(sorted(content["vocab"])[:_SAMPLE])
+            content["ids"] = [list(tokenizer(text)["input_ids"]) for text in (sample, sample.upper(), sample.lower())]
     else:
         raise TypeError(
             f"tokenizer must have get_vocab() or be a fast tokenizer, got {type(tokenizer).__name__}; add get_vocab()."
         )
+    if (side := getattr(tokenizer, "truncation_side", "right")) != "right":
+        content["truncation_side"] = side
     special = {name: str(token) for name, token in dict(getattr(tokenizer, "special_tokens_map", {})).items()}
     return hashlib.sha256(json.dumps([content, special], sort_keys=True).encode()).hexdigest()
 

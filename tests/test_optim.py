@@ -1,6 +1,5 @@
 """Muon for hidden matrices beside AdamW for the rest: one optimizer to Lightning, checkpoints and schedule."""
 
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback

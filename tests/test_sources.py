@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import zstandard
 from datasets import Dataset, DatasetDict, IterableDataset
 
+from foundry_lightning.data.corpus import cache_dir
 from foundry_lightning.data.sources import open_source
 
 TEXTS = ["eins", "zwei Größe", "كِتَابٌ", "我爱", "fünf"]
@@ -244,8 +246,23 @@ def test_a_files_fingerprint_follows_its_content_not_its_folder(tmp_path):
     shutil.copy2(tmp_path / "a" / "x.txt", tmp_path / "b" / "x.txt")
     first = open_source(tmp_path / "a" / "x.txt").fingerprint()
     assert open_source(tmp_path / "b" / "x.txt").fingerprint() == first
+    os.utime(tmp_path / "b" / "x.txt", (1, 1))
+    assert open_source(tmp_path / "b" / "x.txt").fingerprint() == first
     (tmp_path / "b" / "x.txt").write_text("zwei")
     assert open_source(tmp_path / "b" / "x.txt").fingerprint() != first
+
+
+def test_a_large_files_end_counts_and_its_content_is_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "x.txt"
+    path.write_text("eins\n" * 2**18 + "zwei")
+    first = open_source(path).fingerprint()
+    (kept,) = (cache_dir() / "files").iterdir()
+    kept.write_text("what was kept")
+    assert open_source(path).fingerprint() != first
+    kept.unlink()
+    assert open_source(path).fingerprint() == first
+    path.write_text("eins\n" * 2**18 + "drei")
+    assert open_source(path).fingerprint() != first
 
 
 @pytest.mark.parametrize(
@@ -257,6 +274,8 @@ def test_a_files_fingerprint_follows_its_content_not_its_folder(tmp_path):
         (iter(()), ValueError, "source is empty"),
         (["a", b"b"], ValueError, r"row 1 must be text, got bytes; decode it"),
         (["a", None], ValueError, r"row 1 must be text, got NoneType"),
+        (["a", [1, 2]], ValueError, r"row 1 must hold text as the rows before it do, got token ids"),
+        (lambda: iter([[1, 2], "a"]), ValueError, r"row 1 must hold token ids as the rows before it do, got text"),
         (["a", 3.5], ValueError, r"row 1 must be text, got float"),
         (["a", "\ud83d"], ValueError, r"row 1 must be valid Unicode.*character 0"),
         (
@@ -310,6 +329,12 @@ def test_a_bad_object_is_refused_in_one_sentence(source, error, message):
         ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', ValueError, r"line 3 of .*a\.jsonl must be JSON"),
         ("a.jsonl", b'["a"]\n', ValueError, r"line 1 of .*a\.jsonl must be a JSON object, got list"),
         ("a.jsonl", b'{"body": "a"}\n', ValueError, r"column of line 1 of .*a\.jsonl, which has 'body'"),
+        (
+            "a.jsonl",
+            b'{"input_ids": [5, 6]}\n{"text": "a"}\n',
+            ValueError,
+            r"line 2 of .*a\.jsonl must hold token ids as the rows before it do, got text",
+        ),
         ("a.jsonl", b'{"text": 7}\n', ValueError, r"'text' in line 1 of .*a\.jsonl must be text, got int"),
         ("a.txt.gz", gzip.compress(b"eins\n" * 99)[:-9], ValueError, r"a\.txt\.gz must be a whole compressed file"),
         ("a.txt.gz", b"eins\n", ValueError, r"a\.txt\.gz must be a whole compressed file"),

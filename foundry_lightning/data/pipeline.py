@@ -36,8 +36,8 @@ _GROUPED = 64  # batches over which rows of like lengths are gathered
 class DataPipeline:
     """Batches of token ids from a source of texts (embed mode).
 
-    Iterating gives dicts of exactly `input_ids` and `attention_mask`, int64 `[B, S]`, padded to the longest row
-    rounded up to a multiple of 8, never beyond `max_length`.
+    Iterating gives dicts of `input_ids` and `attention_mask`, int64 `[B, S]` (with `pack` also `row_ids` and
+    `text_ids`), padded to the longest row rounded up to a multiple of 8, never beyond `max_length`.
 
     Args:
         source: Texts: a list of strings or dicts, a Hugging Face `Dataset` or `IterableDataset`, a file or glob
@@ -124,8 +124,10 @@ class DataPipeline:
             source if isinstance(source, Source) else open_source(source, text_column=text_column, split_txt=split_txt)
         )
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, source=self.source)
+        self._has_own_tokenizer = tokenizer is not None
         self.batch_size, self.max_length, self.shuffle_buffer = batch_size, max_length, shuffle_buffer
-        self.long_rows, self.seed, self._pad = long_rows, seed, pad_token_id
+        self.long_rows, self.seed, self._pad, self._bound_pad = long_rows, seed, pad_token_id, 0
+        self._check_padding()
         self.group_by_length, self.pack, self.batch_tokens = group_by_length, pack, batch_tokens
         for name in ("group_by_length", "pack"):
             if getattr(self, name) and self.is_stream:
@@ -147,10 +149,15 @@ class DataPipeline:
     @property
     def pad_token_id(self) -> int:
         """Id written over padding."""
-        if self._pad is not None:
-            return self._pad
+        known = getattr(self.tokenizer, "pad_token_id", None) if self._pad is None else self._pad
+        return self._bound_pad if known is None else int(known)
+
+    def _check_padding(self) -> None:
         known = getattr(self.tokenizer, "pad_token_id", None)
-        return 0 if known is None else int(known)
+        if None not in (self._pad, known) and self._pad != known:
+            raise ValueError(
+                f"DataPipeline.pad_token_id must be the tokenizer's, {known}, got {self._pad}; leave it out."
+            )
 
     def bind(self, *, tokenizer: Any, word_ids: bool, pad_token_id: int) -> None:
         """Takes over what the module knows: its tokenizer, whether words are needed, the padding id.
@@ -158,14 +165,17 @@ class DataPipeline:
         Raises:
             ValueError: the pipeline has a tokenizer of its own that differs.
         """
-        if self.tokenizer is None:
+        if tokenizer is not None and self.tokenizer is None:
             self.tokenizer = tokenizer
         elif tokenizer is not None and tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(self.tokenizer):
-            raise ValueError(
-                "DataPipeline.tokenizer must be the trainer's tokenizer, got another one; leave it out of the pipeline."
-            )
-        if self._pad is None and getattr(self.tokenizer, "pad_token_id", None) is None:
-            self._pad = pad_token_id
+            if self._has_own_tokenizer:
+                raise ValueError(
+                    "DataPipeline.tokenizer must be the trainer's tokenizer, got another one; leave it out of the "
+                    "pipeline."
+                )
+            self.tokenizer, self._table = tokenizer, None  # another trainer's
+        self._bound_pad = pad_token_id
+        self._check_padding()
         if word_ids != self.word_ids:
             self.word_ids, self._table = word_ids, None
         self._fingerprint = None
@@ -397,7 +407,7 @@ class DataPipeline:
     def _collate(self, rows: list[list[dict[str, Any]]]) -> Batch:
         """A batch of rows, each of one text or, packed, of several."""
         longest = max(sum(len(text["input_ids"]) for text in row) for row in rows)
-        width = min(-(-longest // PAD_TO) * PAD_TO, self.max_length) if longest else PAD_TO
+        width = min(max(-(-longest // PAD_TO), 1) * PAD_TO, self.max_length)
         input_ids = np.full((len(rows), width), self.pad_token_id, dtype=np.int64)
         attention_mask = np.zeros_like(input_ids)
         words = np.full_like(input_ids, -1) if "word_ids" in rows[0][0] else None

@@ -18,7 +18,8 @@ class ReadyBatches:
     """A list of batches that the user made: dicts with `input_ids`, or arrays of ids, `(B, S)` or `(S,)`.
 
     Args:
-        batches: numpy or torch arrays or (nested) lists; dicts may hold `attention_mask` and `labels` beside.
+        batches: numpy or torch arrays or (nested) lists; dicts may hold `attention_mask`, `labels`,
+            `token_type_ids` and `position_ids` beside.
 
     Raises:
         ValueError: an empty list, or a batch of a shape, type or key that does not fit.
@@ -113,7 +114,7 @@ def _ready_batch(batch: Any, number: int) -> Batch:
         keys = sorted(str(name) for name, value in entries.items() if value is not None)
         raise ValueError(f"{where} must hold 'input_ids', got the keys {keys}; give token ids.")
     result: Batch = {}
-    for name in ("input_ids", "attention_mask", "labels"):
+    for name in ("input_ids", "attention_mask", "labels", "token_type_ids", "position_ids"):
         if entries.get(name) is None:
             continue
         try:

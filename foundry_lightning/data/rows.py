@@ -41,7 +41,8 @@ class TokenRows:
 
         backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
-        backend.enable_truncation(self.max_length)
+        side = "right" if self.splits else getattr(self.tokenizer, "truncation_side", "right")
+        backend.enable_truncation(self.max_length, direction=side)
         return backend
 
     def __call__(self, items: Sequence[Any], row_ids: Sequence[int]) -> list[dict[str, Any]]:

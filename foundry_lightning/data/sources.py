@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from foundry_lightning.data.corpus import CORPUS_NAMES, corpus_paragraphs
+from foundry_lightning.data.corpus import CORPUS_NAMES, cache_dir, corpus_paragraphs
 from foundry_lightning.data.files import json_object, lines, paragraphs, parquet_rows
 
 Row = str | npt.NDArray[np.int64]
@@ -106,10 +106,15 @@ class Source:
         raise NotImplementedError
 
     def _checked(self, values: Iterator[_Placed], start: int) -> Iterator[Row]:
-        empty = start == 0
+        empty, texts = start == 0, None
         for where, value in values:
             empty = False
-            yield _row(value, self.text_column, where)
+            row = _row(value, self.text_column, where)
+            texts = isinstance(row, str) if texts is None else texts
+            if isinstance(row, str) != texts:
+                before, found = ("text", "token ids") if texts else ("token ids", "text")
+                raise ValueError(f"{where} must hold {before} as the rows before it do, got {found}; give one of them.")
+            yield row
         if empty:
             raise ValueError(f"source is empty: {self.description} gave no row; {self._advice_if_empty()}")
 
@@ -131,6 +136,27 @@ class _Indexed(Source):
         return ((f"row {number}", self._items[number]) for number in range(start, len(self._items)))
 
 
+def _content_hash(path: str) -> str:
+    """A hash of a file's bytes; a large one's is kept in the cache while path, size, time and first bytes are."""
+    status = os.stat(path)
+    with open(path, "rb") as file:
+        head = file.read(1 << 16)
+        digest = hashlib.blake2b(head, digest_size=32)
+        if status.st_size <= len(head):
+            return digest.hexdigest()
+        state = json.dumps([os.path.abspath(path), status.st_size, status.st_mtime_ns, digest.hexdigest()])
+        kept = cache_dir() / "files" / hashlib.sha256(state.encode()).hexdigest()
+        if kept.exists():
+            return kept.read_text()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(digest.hexdigest())
+    os.replace(partial, kept)
+    return digest.hexdigest()
+
+
 class _Files(Source):
     """Text, JSON-lines and Parquet files, one after the other."""
 
@@ -140,14 +166,10 @@ class _Files(Source):
         self._split_txt = split_txt
 
     def fingerprint(self) -> str:
-        # The folder is left out so that a run can be resumed where the data were copied to; the first bytes tell files
-        # of equal name, size and time apart.
+        # folder and time are left out so that a run can be resumed where the data were copied to
         digest = _digest(self.text_column, self._split_txt)
         for path in self._paths:
-            status = os.stat(path)
-            with open(path, "rb") as file:
-                head = hashlib.sha256(file.read(1 << 16)).hexdigest()
-            digest.update(json.dumps([os.path.basename(path), status.st_size, status.st_mtime_ns, head]).encode())
+            digest.update(json.dumps([os.path.basename(path), _content_hash(path)]).encode())
         return str(digest.hexdigest())
 
     def _values(self, start: int) -> Iterator[_Placed]:

@@ -21,7 +21,7 @@ from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release, require_compiler
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.draws import batch_seed
-from foundry_lightning.models import attends_anywhere, max_positions, num_embeddings, uses_flash_attention
+from foundry_lightning.models import accepts, attends_anywhere, max_positions, num_embeddings, uses_flash_attention
 from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule
 from foundry_lightning.packing import Packing, find_packing, text_starts
@@ -254,7 +254,8 @@ class EncoderModule(lightning.LightningModule):
         """What a model, the student or the teacher, takes of a batch."""
         if "text_ids" in batch:
             return self.packing(of).inputs(batch)
-        return {name: batch[name] for name in _MODEL_INPUTS if name in batch}
+        model = getattr(self, of)
+        return {name: batch[name] for name in _MODEL_INPUTS if name in batch and accepts(model, name)}
 
     def prove_packing(self, of: str) -> None:
         """Proves a model's packing; flash attention, which runs on a GPU alone, is proven by the first step.
