@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,20 +160,26 @@ def _checked(checkpoint: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
 def architecture(model: nn.Module | None) -> str:
     """Stable name of a model's parameters: their names, shapes and types."""
     assert model is not None
-    shapes = sorted((_plain(name), list(p.shape)) for name, p in model.named_parameters())
+    shapes = sorted((plain_name(name), list(p.shape)) for name, p in model.named_parameters())
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's name without the prefix that torch.compile adds."""
     return name.replace("_orig_mod.", "")
+
+
+def named_as(own: Iterable[str], weights: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's weights by the names that a module has for them, which torch.compile may have prefixed."""
+    names = {plain_name(name): name for name in own}
+    return {names.get(name, name): value for name, value in weights.items()}
 
 
 def describe(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
     """Completes a checkpoint on save: what a resume must know; no teacher, no compile prefix."""
     trainer = module.trainer
     checkpoint["state_dict"] = {
-        _plain(name): value for name, value in checkpoint["state_dict"].items() if not name.startswith("teacher.")
+        plain_name(name): value for name, value in checkpoint["state_dict"].items() if not name.startswith("teacher.")
     }
     checkpoint[_KEY] = {
         "format": FORMAT,
@@ -236,10 +243,7 @@ def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
     if problems:
         raise misfit("checkpoint does not fit", problems, trainer=module._trainer)
     own = dict(module.state_dict())
-    for name in own:
-        plain = _plain(name)
-        if name != plain and plain in checkpoint["state_dict"]:
-            checkpoint["state_dict"][name] = checkpoint["state_dict"].pop(plain)
+    checkpoint["state_dict"] = named_as(own, checkpoint["state_dict"])
     checkpoint["state_dict"].update({name: own[name] for name in own if name.startswith("teacher.")})
     if fitting:
         module._progress = saved.get("progress", {})

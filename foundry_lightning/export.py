@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from foundry_lightning.checkpoint import path_of, read_checkpoint, require_folder
+from foundry_lightning.checkpoint import named_as, path_of, plain_name, read_checkpoint, require_folder
 from foundry_lightning.models import max_positions
 from foundry_lightning.quiet import no_progress_bar, quiet_loading, quiet_onnx
 
@@ -57,12 +57,14 @@ def export_student(
         TypeError: `path` is no path.
         ValueError: `path` is empty, or a file stands in its way.
     """
+    student = cast(nn.Module, getattr(student, "_orig_mod", student))  # not torch.compile's wrapper
     folder = path_of(path, name="export path")
     require_folder(folder, name="export path")
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(student, "save_pretrained"):
+        weights = {plain_name(name): value for name, value in student.state_dict().items()}
         with no_progress_bar():
-            student.save_pretrained(folder)  # type: ignore[operator]
+            student.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
     else:
         from safetensors.torch import save_model
 
@@ -157,8 +159,9 @@ def load_student_weights(student: nn.Module, checkpoint: str | os.PathLike[str] 
     """
     state = checkpoint if isinstance(checkpoint, dict) else read_checkpoint(checkpoint)
     prefix = "student."
-    weights = {k.removeprefix(prefix): v for k, v in state["state_dict"].items() if k.startswith(prefix)}
     own = student.state_dict()
+    weights = {k.removeprefix(prefix): v for k, v in state["state_dict"].items() if k.startswith(prefix)}
+    weights = named_as(own, weights)
     problems = [f"{name} is missing" for name in own if name not in weights]
     problems += [f"{name} is unknown to the student" for name in weights if name not in own]
     problems += [

@@ -19,6 +19,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from transformers import AutoModelForMaskedLM
 
 from foundry_lightning import (
     DataPipeline,
@@ -504,6 +505,25 @@ def test_all_that_changed_is_in_one_error_and_the_resume_can_be_tried_again(toke
         trainer.train(pipe)
     copy = trainer.save_checkpoint(tmp_path / "kept")
     assert torch.load(copy, weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.parametrize("compiled", [(True, True), (True, False), (False, True)])
+def test_a_compiled_student_and_a_plain_one_resume_from_each_other(tokenizer, tmp_path, compiled):
+    def trainer_of(student, is_compiled):
+        if is_compiled:
+            student.bert = torch.compile(student.bert, backend="eager")
+            student = torch.compile(student, backend="eager")
+        return MLMTrainer(student, tokenizer, MLMConfig(**SETTINGS))
+
+    first = trainer_of(student_of(tokenizer), compiled[0])
+    first.train(source_of("sized", tokenizer, tmp_path), total_steps=2)
+    second = trainer_of(student_of(tokenizer, seed=5), compiled[1])
+    second.resume_from_checkpoint(first.save_checkpoint(tmp_path))
+    assert torch.equal(weights(first.student), weights(second.student))
+    assert len(second.train(source_of("sized", tokenizer, tmp_path), total_steps=3)["losses"]) == 1
+    assert torch.equal(
+        weights(second.student), weights(AutoModelForMaskedLM.from_pretrained(second.export(tmp_path / "export")))
+    )
 
 
 def test_another_tokenizer_is_named(tokenizer, taken):
