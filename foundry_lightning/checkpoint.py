@@ -14,6 +14,7 @@ import lightning
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
+from transformers import PreTrainedConfig
 
 from foundry_lightning.loggers import logger_records
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _KEY = "foundry_lightning"
+# beginnings of what a config holds beside the function; the first are those of every config
+_NO_FUNCTION = (*PreTrainedConfig().to_dict(), "_", "initializer_", "use_cache", "deterministic_flash_attn")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -157,11 +160,24 @@ def _checked(checkpoint: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def architecture(model: nn.Module | None) -> str:
-    """Stable name of a model's parameters: their names, shapes and types."""
+def architecture(model: nn.Module | None) -> dict[str, Any]:
+    """What may not change in a model between two parts of a run, by the names an error uses.
+
+    Returns:
+        A hash of its parameters' names and shapes, its class and, for a model of transformers, what its config says
+        of the function, dropout included. Not the parameters' types and the attention kernel, which precision and
+        device decide, nor what every config has (labels, outputs, versions).
+    """
     assert model is not None
     shapes = sorted((plain_name(name), list(p.shape)) for name, p in model.named_parameters())
-    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+    model = getattr(model, "_orig_mod", model)
+    config = getattr(model, "config", None)
+    settings = json.loads(config.to_json_string(use_diff=False)) if isinstance(config, PreTrainedConfig) else {}
+    return {
+        "architecture": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+        "student class": type(model).__name__,
+        **{f"student {k}": v for k, v in settings.items() if not k.startswith(_NO_FUNCTION)},
+    }
 
 
 def plain_name(name: str) -> str:
@@ -220,7 +236,7 @@ def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
     if saved["module"] != type(module).__name__:
         problems.append(f"it is of {saved['module']}, this is {type(module).__name__}")
     fitting = module._trainer is not None and module.trainer.state.fn == "fit"
-    current = module.unchangeable() if fitting else {"architecture": architecture(module.build_student())}
+    current = module.unchangeable() if fitting else architecture(module.build_student())
     problems += changes(saved["settings"], current)
     data: Any = getattr(module.trainer, "datamodule", None) if fitting else None
     if hasattr(data, "order_settings"):

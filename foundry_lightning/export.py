@@ -14,7 +14,15 @@ from torch import nn
 from transformers import AutoModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from foundry_lightning.checkpoint import named_as, path_of, plain_name, read_checkpoint, require_folder
+from foundry_lightning.checkpoint import (
+    architecture,
+    changes,
+    named_as,
+    path_of,
+    plain_name,
+    read_checkpoint,
+    require_folder,
+)
 from foundry_lightning.models import max_positions
 from foundry_lightning.quiet import no_progress_bar, quiet_loading, quiet_onnx
 
@@ -155,7 +163,7 @@ def load_student_weights(student: nn.Module, checkpoint: str | os.PathLike[str] 
 
     Raises:
         FileNotFoundError: no such checkpoint.
-        ValueError: a checkpoint of another model: the parameters that do not fit are named.
+        ValueError: a checkpoint of another model: the parameters, or settings of its config, that differ are named.
     """
     state = checkpoint if isinstance(checkpoint, dict) else read_checkpoint(checkpoint)
     prefix = "student."
@@ -169,6 +177,7 @@ def load_student_weights(student: nn.Module, checkpoint: str | os.PathLike[str] 
         for name in own
         if name in weights and getattr(weights[name], "shape", None) != own[name].shape
     ]
+    problems = problems or changes(state["foundry_lightning"]["settings"], architecture(student))
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"checkpoint does not fit the student: {'; '.join(problems[:5])}{more}.")

@@ -552,6 +552,40 @@ def test_another_architecture_is_refused_at_once_and_named(tokenizer, taken):
         trainer.resume_from_checkpoint(taken)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_attention_heads": 4}, "student num_attention_heads was 2 and is 4 now"),
+        ({"hidden_act": "relu"}, "student hidden_act was 'gelu' and is 'relu' now"),
+        ({"dropout": 0.5}, "student hidden_dropout_prob was 0.1 and is 0.5 now"),
+    ],
+)
+def test_another_function_of_equal_shapes_is_refused_by_name(tokenizer, taken, change, named):
+    student = student_of(tokenizer, **change)
+    before = weights(student)
+    with pytest.raises(ValueError, match=named):
+        MLMTrainer(student, tokenizer, MLMConfig(**SETTINGS)).resume_from_checkpoint(taken)
+    assert torch.equal(before, weights(student))
+    with pytest.raises(ValueError, match=named):
+        MLMLitModule.load_from_checkpoint(taken, student=student, tokenizer=tokenizer, weights_only=True)
+
+
+def test_another_class_of_equal_shapes_is_refused_by_name(tokenizer, tmp_path):
+    class Other(BiasStudent):
+        pass
+
+    settings = MLMConfig(**SETTINGS, mask_token_id=4, vocab_size=30)
+    path = MLMTrainer(BiasStudent(torch.zeros(30)), None, settings).save_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="student class was 'BiasStudent' and is 'Other' now"):
+        MLMTrainer(Other(torch.zeros(30)), None, settings).resume_from_checkpoint(path)
+
+
+def test_labels_kernel_and_type_may_change_at_a_resume(tokenizer, taken):
+    student = student_of(tokenizer, num_labels=5, initializer_range=0.5, attn_implementation="eager").to(torch.float64)
+    MLMTrainer(student, tokenizer, MLMConfig(**SETTINGS)).resume_from_checkpoint(taken)
+    assert student.dtype == torch.float64
+
+
 # ------------------------------------------------------------------ seeking
 
 

@@ -538,7 +538,7 @@ class EncoderModule(lightning.LightningModule):
         """Settings that may not change in a run, by the name an error uses."""
         return {
             "seed": self.config.seed,
-            "architecture": ckpt.architecture(self.student),
+            **ckpt.architecture(self.student),
             "optimizer": self.config.optimizer,
         }
 
