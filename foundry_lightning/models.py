@@ -149,10 +149,12 @@ def attends_anywhere(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def left_untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients, then restore modes, buffers, parameters of one dimension and generators."""
+    """Evaluate without gradients, then restore modes, buffers, parameters of one dimension and generators.
+
+    Also each module's attributes and parts: BigBird turns to full attention when it meets a row as short as a probe's.
+    """
     modules = list(model.modules())
-    modes = [module.training for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
+    before = [(dict(vars(m)), dict(m._buffers), dict(m._modules)) for m in modules]
     # 1-D parameters are all that the proof perturbs.
     tensors = [parameter for parameter in model.parameters() if parameter.dim() == 1] + list(model.buffers())
     saved = [tensor.detach().clone() for tensor in tensors]
@@ -164,8 +166,9 @@ def left_untouched(model: nn.Module) -> Iterator[None]:
                 module.training = False  # not .eval(): a model may override it with effects of its own
             yield
         finally:
-            for module, mode, owned in zip(modules, modes, buffers, strict=True):
-                module.training = mode
-                module._buffers.update(owned)
+            for module, (attributes, buffers, parts) in zip(modules, before, strict=True):
+                vars(module).update(attributes)
+                module._buffers.update(buffers)
+                module._modules.update(parts)
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)

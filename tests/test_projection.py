@@ -1,3 +1,4 @@
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foundry_lightning import EncoderDistillConfig, EncoderDistillTrainer, MLMConfig, MLMTrainer
 from foundry_lightning.losses import Scored, vocabulary_loss
 from foundry_lightning.mlm_head import WithMLMHead
 from foundry_lightning.projection import (
@@ -280,6 +282,25 @@ def test_the_proof_leaves_the_model_untouched(name):
     for key in ("tensors", "grads", "generator"):
         torch.testing.assert_close(after.pop(key), before.pop(key), rtol=0, atol=0)
     assert after == before
+
+
+@pytest.mark.parametrize("trainer", ["mlm", "encoder"])
+def test_the_start_leaves_block_sparse_attention_as_it_is(tokenizer, trainer):
+    config = transformers.BigBirdConfig(
+        **{"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"intermediate_size": 32, "max_position_embeddings": 512, "block_size": 16, "num_random_blocks": 1},
+    )
+    model = transformers.BigBirdForMaskedLM(config).train()
+    model.bert.encoder.layer[0].eval()
+    modules = {name: (module, module.training) for name, module in model.named_modules()}
+    if trainer == "mlm":
+        MLMTrainer(model, tokenizer, MLMConfig(device="cpu"))
+    else:
+        teacher = copy.deepcopy(model).bert
+        EncoderDistillTrainer(model.bert, teacher, EncoderDistillConfig(device="cpu"))
+        assert teacher.attention_type == teacher.encoder.attention_type == "block_sparse"
+    assert model.bert.attention_type == model.bert.encoder.attention_type == "block_sparse"
+    assert {name: (module, module.training) for name, module in model.named_modules()} == modules
 
 
 def test_a_late_bias_is_found_while_it_still_is_zero():

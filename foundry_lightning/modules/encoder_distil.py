@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foundry_lightning.config import EncoderDistillConfig, config_from
 from foundry_lightning.losses import cosine_loss, mse_loss
 from foundry_lightning.masking import masked_positions
-from foundry_lightning.models import attends_anywhere, require_inputs
+from foundry_lightning.models import attends_anywhere, left_untouched, probe_inputs, require_inputs
 from foundry_lightning.modules.mlm import TokenMean
 from foundry_lightning.modules.teacher import WithTeacher
 from foundry_lightning.students import StudentRecipe
@@ -111,17 +111,10 @@ class EncoderDistillLitModule(WithTeacher):
 
 
 def _width(model: nn.Module, name: str) -> int:
-    """Width of `.last_hidden_state`, measured on two tokens; modes and generators stay as they are."""
+    """Width of `.last_hidden_state`, measured on a few tokens by a forward that leaves the model as it was."""
     require_inputs(model, name=name)
-    modes = {module: module.training for module in model.modules()}
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), attends_anywhere(model):
-            ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
-            output = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with attends_anywhere(model), left_untouched(model):
+        output = model(**probe_inputs(model))
     if not hasattr(output, "last_hidden_state"):
         raise ValueError(
             f"{name} must return .last_hidden_state, got {type(output).__name__} from {type(model).__name__}; "
