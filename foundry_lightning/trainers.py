@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,7 +241,9 @@ class _Facade:
         """
         _require_data(dataset)
         data = MLMDataModule(train=None, val=dataset, num_workers=self.config.num_workers)
-        config = self.config
+        # what watches the user's training is not to take this for a part of it
+        extra = {k: v for k, v in self.config.trainer_kwargs.items() if k not in ("logger", "callbacks", "profiler")}
+        config = replace(self.config, trainer_kwargs=extra)
         trainer = build_trainer(config, callbacks=[], total_steps=None, logger=False)
         was_training = self.student.training
         trainer.validate(self.module, datamodule=data, verbose=False)

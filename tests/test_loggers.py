@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import struct
 import time
 
 import pytest
 import yaml
+from lightning.pytorch.callbacks import DeviceStatsMonitor, LambdaCallback
+from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
@@ -123,3 +126,17 @@ def test_tensorboard_shows_settings_and_how_the_run_ended(tokenizer, tmp_path):
     (last,) = events.Scalars("final/train/loss")
     assert last.value == pytest.approx(events.Scalars("train/loss")[-1].value)
     assert b"learning_rate" in plugin["_hparams_/session_start_info"].plugin_data.content
+
+
+def test_evaluate_leaves_the_users_logger_and_callbacks_alone(tokenizer, tmp_path):
+    logger, stages = CSVLogger(tmp_path, name="", version=""), []
+    watch = LambdaCallback(setup=lambda *_, stage: stages.append(stage))
+    extra = {"logger": logger, "callbacks": [watch, DeviceStatsMonitor()]}
+    config = MLMConfig(device="cpu", progress_bar=False, log_every=2, eval_every=2, trainer_kwargs=extra)
+    trainer = MLMTrainer(tiny_bert(len(tokenizer), max_position_embeddings=512), tokenizer, config)
+    trainer.train(texts(16), texts(5, seed=1), total_steps=2)
+    trainer.evaluate(texts(5, seed=2))
+    logger.save()
+    with (tmp_path / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["val/loss"]] == ["2"]
+    assert stages == ["fit"]
