@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ProgressBar
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, LogSettings, SaveEvery, StopOnSignal
@@ -238,17 +239,31 @@ class _Facade:
 
         Returns:
             `loss`, `mlm`, `perplexity`, `masked_accuracy` (token means over all ranks).
+
+        Raises:
+            ValueError: called from within `train` where several ranks train.
         """
         _require_data(dataset)
+        module, fit = self.module, self.module._trainer
+        fits = fit is not None and fit.state.fn == "fit" and not fit.state.stopped
+        if fits and not isinstance(module.trainer.strategy, SingleDeviceStrategy):
+            raise ValueError(
+                "evaluate must wait for the end of train() where several ranks train, got a call on one of them; "
+                "give train() an eval_dataset and set eval_every."
+            )
         data = MLMDataModule(train=None, val=dataset, num_workers=self.config.num_workers)
         # what watches the user's training is not to take this for a part of it
         extra = {k: v for k, v in self.config.trainer_kwargs.items() if k not in ("logger", "callbacks", "profiler")}
         config = replace(self.config, trainer_kwargs=extra)
         trainer = build_trainer(config, callbacks=[], total_steps=None, logger=False)
-        was_training = self.student.training
-        trainer.validate(self.module, datamodule=data, verbose=False)
-        self.module.to(trainer.strategy.root_device)
-        self.student.train(was_training)
+        modes, hook = [(part, part.training) for part in module.modules()], module._current_fx_name
+        try:
+            trainer.validate(module, datamodule=data, verbose=False)
+        finally:  # a fit may be going on
+            module.to(trainer.strategy.root_device)
+            module.trainer, module._current_fx_name = fit, hook
+            for part, mode in modes:
+                part.training = mode
         values = trainer.callback_metrics
         names = ("loss", "mlm", "perplexity", "masked_accuracy")
         return {name: float(values[f"val/{name}"]) for name in names if f"val/{name}" in values}

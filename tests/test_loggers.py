@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
+from foundry_lightning.checkpoint import logged_as, read_checkpoint
 from tests.conftest import texts, tiny_bert
 from tests.test_cli import CONFIG, run
 
@@ -140,3 +141,9 @@ def test_evaluate_leaves_the_users_logger_and_callbacks_alone(tokenizer, tmp_pat
     with (tmp_path / "metrics.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file) if row["val/loss"]] == ["2"]
     assert stages == ["fit"]
+
+
+def test_a_checkpoint_saved_after_an_evaluation_still_names_the_loggers_record(tokenizer, tmp_path):
+    trainer = train(tokenizer, tmp_path, "tensorboard", steps=4)
+    trainer.evaluate(DataPipeline(texts(5, seed=1), tokenizer, max_length=32))
+    assert logged_as(read_checkpoint(trainer.save_checkpoint(tmp_path / "after"))) == {"tensorboard": 0}

@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
 from tests.conftest import BiasStudent, texts, tiny_bert
+from tests.several import in_ranks
 
 QUIET = {"progress_bar": False, "device": "cpu"}
 
@@ -290,6 +291,47 @@ def test_evaluation_twice_gives_equal_bits_and_training_is_the_same_with_and_wit
     assert sorted(second["eval_losses"]) == [2, 4, 6]
     assert evaluated.evaluate(held_out) == evaluated.evaluate(held_out)
     assert evaluated.evaluate(held_out)["loss"] == pytest.approx(second["eval_losses"][6], abs=0)
+
+
+@pytest.mark.parametrize("eval_every", [0, 2])
+def test_evaluating_within_on_step_changes_nothing_of_the_run(tokenizer, eval_every):
+    pipe, held_out = (DataPipeline(texts(24, seed=seed), tokenizer, batch_size=4, max_length=32) for seed in range(2))
+
+    def run(evaluates: bool) -> tuple:
+        student = tiny_bert(len(tokenizer))
+        student.bert.embeddings.dropout.eval()  # a part that is in eval mode stays so
+        settings = {"log_every": 1, "eval_every": eval_every, "grad_accumulation_steps": 2, "learning_rate": 1e-2}
+        trainer = MLMTrainer(student, tokenizer, MLMConfig(**QUIET, **settings))
+        steps, found = [], []
+
+        def on_step(step, loss):
+            steps.append((step, loss))
+            if evaluates:
+                found.append(trainer.evaluate(pipe))
+                with pytest.raises(ValueError, match="max_length"):
+                    trainer.evaluate(texts(1))
+
+        student.train()
+        student.bert.embeddings.dropout.eval()
+        result = trainer.train(pipe, held_out, on_step, total_steps=7)
+        return result, steps, weights(trainer), found, trainer.evaluate(pipe)
+
+    plain, evaluated = run(False), run(True)
+    assert evaluated[:2] == plain[:2]
+    assert torch.equal(evaluated[2], plain[2])
+    assert len(evaluated[3]) == 7
+    assert evaluated[3][-1] == evaluated[4] == plain[4]
+
+
+def test_evaluating_within_a_run_of_several_ranks_is_refused(tokenizer, tmp_path):
+    def run(rank: int) -> str:
+        trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(**QUIET, strategy="ddp"))
+        pipe = DataPipeline(texts(8), tokenizer, batch_size=4, max_length=32)
+        with pytest.raises(ValueError, match="several ranks train.* eval_every") as error:
+            trainer.train(pipe, on_step=lambda *_: trainer.evaluate(pipe))
+        return str(error.value)
+
+    assert in_ranks(run, 1, tmp_path)
 
 
 def test_the_end_of_the_run_is_evaluated_and_saved_too(tokenizer, tmp_path):
