@@ -66,6 +66,11 @@ class _Parser(LightningArgumentParser):
 class _SaveConfig(SaveConfigCallback):
     """Keeps the resolved config in the run folder; it can be run again as it is."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        folder = Path(os.environ.get("FOUNDRY_LIGHTNING_RUN_FOLDER", ""))
+        self._missing = [place for place in (folder, *folder.parents) if not place.exists()]
+
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         """Not yet: a resume that is refused leaves the config of its run alone."""
 
@@ -84,10 +89,9 @@ class _SaveConfig(SaveConfigCallback):
     def on_exception(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException
     ) -> None:
-        """Takes away the folder that loggers have made for a run that was refused: it would count as a run."""
-        folder = Path(trainer.default_root_dir)
-        if trainer.is_global_zero and str(folder) == os.environ.get("FOUNDRY_LIGHTNING_RUN_FOLDER"):
-            for place in (folder, folder.parent):
+        """Takes away the folders that loggers have made for a run that was refused: it would count as a run."""
+        if trainer.is_global_zero and trainer.default_root_dir == os.environ.get("FOUNDRY_LIGHTNING_RUN_FOLDER"):
+            for place in self._missing:
                 if not place.is_dir() or any(place.iterdir()):
                     break
                 place.rmdir()

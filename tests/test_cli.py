@@ -233,7 +233,15 @@ def test_bad_input_is_one_sentence_on_stderr_exit_code_2_and_nothing_written(pro
     assert code == 2, out
     assert message in out
     assert "Traceback" not in out
-    assert not (project / "runs" / "tiny").exists()
+    assert not (project / "runs").exists()
+
+
+def test_a_refused_run_takes_away_the_folders_it_made_and_no_other(project):
+    (project / "mine").mkdir()
+    too_long = ("--data.init_args.max_length", "500")
+    code, out = run("fit", "--config", "tiny.yaml", "--runs_dir", "mine/a/b", *too_long, folder=project)
+    assert code == 2, out
+    assert list((project / "mine").iterdir()) == []
 
 
 def test_a_resume_that_is_refused_names_the_runs_own_settings_and_leaves_them(project):
