@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
@@ -101,6 +101,15 @@ def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def _plain(value: Any) -> Any:
+    """Numbers of other kinds, such as numpy's, as Python's: a checkpoint with those could not be read again."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 @dataclass
 class _MaskingFields:
     mask_prob: float = 0.15
@@ -147,7 +156,18 @@ class _TrainingFields:
     log_checkpoints: bool = field(default=False, kw_only=True)
     trainer_kwargs: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
-    def _check_training(self, checks: Checks) -> None:
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises one ValueError for all problems of the fields."""
+        for name, value in vars(self).items():
+            setattr(self, name, _plain(value))
+        checks = Checks(self)
+        self._check(checks)
+        problems_to_error(checks.problems, of=type(self).__name__)
+
+    def _check(self, checks: Checks) -> None:
         checks.number("learning_rate", low=0)
         checks.integer("epochs", low=1, action="total_steps of train() shortens a run")
         checks.number("weight_decay", low=0)
@@ -248,18 +268,9 @@ class MLMConfig(_TrainingFields, _MaskingFields):
     mask_replace_prob: float = field(default=0.8, kw_only=True)
     random_replace_prob: float = field(default=0.1, kw_only=True)
 
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raises one ValueError for all problems of the fields."""
-        checks = Checks(self)
-        self._check(checks)
-        problems_to_error(checks.problems, of=type(self).__name__)
-
     def _check(self, checks: Checks) -> None:
         self._check_masking(checks)
-        self._check_training(checks)
+        super()._check(checks)
         if self.mask_prob_end is not None:
             checks.number("mask_prob_end", low=0, high=1, low_open=True, action="None keeps mask_prob throughout")
         checks.choice("masking", MASKING_STRATEGIES)
@@ -324,18 +335,12 @@ class EncoderDistillConfig(_TrainingFields):
     teacher_compile: bool = field(default=False, kw_only=True)
     pad_token_id: int = field(default=0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        self.validate()
-
-    def validate(self) -> None:
-        """Raises one ValueError for all problems of the fields."""
-        checks = Checks(self)
-        self._check_training(checks)
+    def _check(self, checks: Checks) -> None:
+        super()._check(checks)
         checks.choice("loss", ("mse", "cosine"))
         checks.choice("teacher_dtype", tuple(PRECISIONS))
         checks.kind("teacher_compile", bool, "True or False")
         checks.integer("pad_token_id", low=0)
-        problems_to_error(checks.problems, of=type(self).__name__)
 
 
 def config_from(value: Any, kind: type) -> Any:

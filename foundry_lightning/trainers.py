@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from numbers import Integral
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,10 +177,10 @@ class _Facade:
         Raises:
             ValueError: what the data show to be wrong, before any file is written.
         """
-        if total_steps is not None and (
-            not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1
-        ):
-            raise ValueError(f"total_steps must be an integer of at least 1 or None, got {total_steps!r}.")
+        if total_steps is not None:
+            if not isinstance(total_steps, Integral) or isinstance(total_steps, bool) or total_steps < 1:
+                raise ValueError(f"total_steps must be an integer of at least 1 or None, got {total_steps!r}.")
+            total_steps = int(total_steps)
         limit = self.config.trainer_kwargs.get("max_steps")
         if total_steps is not None and limit not in (None, -1, total_steps):
             raise ValueError(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from foundry_lightning import DistilMLMConfig, EncoderDistillConfig, MLMConfig
@@ -54,6 +55,23 @@ def test_encoder_distillation_has_the_training_fields():
 def test_learning_rate_zero_and_seed_zero_are_legal():
     config = MLMConfig(learning_rate=0.0, seed=0, max_grad_norm=0, weight_decay=0)
     assert (config.learning_rate, config.seed) == (0.0, 0)
+
+
+def test_numpys_numbers_are_taken_and_kept_as_pythons():
+    whole = {"epochs": 2, "seed": 3, "warmup_steps": 4, "vocab_size": 30, "mask_token_id": 4, "devices": 1}
+    parts = {"learning_rate": 0.5, "mask_prob": 0.25, "temperature": 2.0, "max_grad_norm": 0.0}
+    given = {name: np.int64(value) for name, value in whole.items()}
+    given |= {
+        name: kind(value) for (name, value), kind in zip(parts.items(), (np.float32, np.float64) * 2, strict=True)
+    }
+    config = DistilMLMConfig(**given, special_token_ids=(np.int32(7),))
+    for name, value in {**whole, **parts, "special_token_ids": (7,)}.items():
+        assert getattr(config, name) == value, name
+        assert type(getattr(config, name)) is type(value), name
+    assert type(config.special_token_ids[0]) is int
+    assert type(EncoderDistillConfig(log_every=np.int64(5)).log_every) is int
+    with pytest.raises(ValueError, match=r"epochs must be an integer of at least 1, got 2\.5"):
+        DistilMLMConfig(epochs=np.float32(2.5))
 
 
 BROKEN = [

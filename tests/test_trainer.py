@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -376,7 +377,7 @@ def weights_of(student) -> torch.Tensor:
 def test_total_steps_alone_ends_the_run_over_as_many_epochs_as_it_takes(tokenizer):
     _, result = trained(tokenizer, epochs=1, train={"total_steps": 15})
     assert len(result["losses"]) == 15
-    _, result = trained(tokenizer, epochs=100, train={"total_steps": 4})
+    _, result = trained(tokenizer, epochs=100, train={"total_steps": np.int64(4)})
     assert len(result["losses"]) == 4
 
 
