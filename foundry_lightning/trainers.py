@@ -84,8 +84,6 @@ def build_trainer(
         "max_epochs": config.epochs if total_steps is None else -1,
         "accumulate_grad_batches": config.grad_accumulation_steps,
         "gradient_clip_val": config.max_grad_norm or None,
-        "check_val_every_n_epoch": None,
-        "val_check_interval": NEVER,
         "limit_val_batches": None if evaluates else 0,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": config.log_every,
@@ -96,6 +94,8 @@ def build_trainer(
         "use_distributed_sampler": False,
         "default_root_dir": config.save_dir or None,
     }
+    if not extra.keys() & {"check_val_every_n_epoch", "val_check_interval"}:
+        settings |= {"check_val_every_n_epoch": None, "val_check_interval": NEVER}
     try:
         return lightning.Trainer(**{**settings, **extra}, callbacks=callbacks, plugins=plugins)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError, ImportError) as error:

@@ -121,6 +121,13 @@ def test_fit_trains_evaluates_fills_blanks_and_exports(project):
     assert "val/loss" in card
 
 
+def test_an_interval_of_validation_given_to_the_trainer_wins(project):
+    code, out = run("fit", "--config", "tiny.yaml", "--trainer.val_check_interval", "2", folder=project)
+    assert code == 0, out
+    found = [int(row["step"]) for row in metrics("runs/tiny/1/metrics.csv") if row.get("val/loss")]
+    assert found == [2, 4, 6]
+
+
 def test_a_second_run_a_resume_and_the_saved_config_just_work(project):
     assert run("fit", "--config", "tiny.yaml", folder=project)[0] == 0
     code, out = run("fit", "--config", "tiny.yaml", "--model.init_args.config.learning_rate", "0.01", folder=project)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -425,6 +426,27 @@ def test_num_workers_changes_nothing(tokenizer):
 def test_trainer_kwargs_win_over_translated_settings(tokenizer):
     _, result = trained(tokenizer, epochs=3, trainer_kwargs={"max_epochs": 1, "limit_train_batches": 2})
     assert len(result["losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "steps"),
+    [
+        ({"val_check_interval": 4}, [2, 5]),  # batches of an epoch of 6, as Lightning counts
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [2, 4, 6]),
+        ({"val_check_interval": 0.5}, [1, 3, 4, 6]),  # in the middle of a window, too
+        ({"check_val_every_n_epoch": 2}, [6]),
+        ({"val_check_interval": timedelta(0)}, [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_an_interval_of_validation_among_trainer_kwargs_wins(tokenizer, extra, steps):
+    held_out = DataPipeline(texts(5, seed=9), tokenizer, batch_size=3, max_length=32)
+    settings = {"grad_accumulation_steps": 2, "epochs": 2}
+    without, _ = trained(tokenizer, **settings)
+    trainer, result = trained(
+        tokenizer, **settings, eval_every=5, trainer_kwargs=extra, train={"eval_dataset": held_out}
+    )
+    assert sorted(result["eval_losses"]) == steps
+    assert torch.equal(weights(trainer), weights(without))
 
 
 def test_tensorboard_logs_train_and_validation_at_the_updates_done(tokenizer, tmp_path):

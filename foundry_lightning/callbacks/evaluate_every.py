@@ -17,7 +17,7 @@ class EvaluateEvery(Callback):
         every: Updates between two evaluations; 0: none at all.
 
     Needs `Trainer(check_val_every_n_epoch=None, val_check_interval=NEVER)`, with which Lightning counts batches over
-    epochs and leaves the rest to this callback.
+    epochs and leaves the rest to this callback; another interval is the user's, and evaluates as Lightning says.
     """
 
     def __init__(self, every: int) -> None:
@@ -25,13 +25,17 @@ class EvaluateEvery(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Nothing is due before the first update."""
-        trainer.val_check_batch = NEVER
         self._last_step = trainer.global_step
+        self._acts = getattr(trainer, "val_check_interval", None) == NEVER  # a Trainer told a time has no such field
+        if self._acts:
+            trainer.val_check_batch = NEVER
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Sets Lightning's own condition, (batches done) % val_check_batch == 0, to hold at due updates only."""
+        if not self._acts:
+            return
         step = trainer.global_step
         due = self.every and step != self._last_step and (step % self.every == 0 or pl_module.is_last_update())
         self._last_step = step
