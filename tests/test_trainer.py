@@ -371,6 +371,45 @@ def test_on_step_comes_after_the_update_and_a_due_evaluation(tokenizer):
     assert order == ["train"] * 3 + ["eval"] * 2 + [3] + ["train"] * 3 + ["eval"] * 2 + [6]
 
 
+@pytest.mark.parametrize(
+    ("hook", "batches", "last"),
+    [
+        ("on_train_batch_end", 4, 2),
+        ("on_train_batch_end", 5, 2),
+        ("on_validation_end", 4, 2),
+        ("on_train_epoch_end", 6, 3),
+    ],
+)
+def test_a_run_that_a_callback_ends_tells_and_saves_its_last_update(tokenizer, tmp_path, hook, batches, last):
+    class End(Callback):
+        pass
+
+    def end(self, trainer, *_):
+        trainer.should_stop = trainer.fit_loop.total_batch_idx + 1 == batches
+
+    setattr(End, hook, end)
+    settings = {**QUIET, "grad_accumulation_steps": 2, "epochs": 2}
+    pipe = DataPipeline(texts(24), tokenizer, batch_size=4, max_length=32)
+    held_out = DataPipeline(texts(5, seed=9), tokenizer, batch_size=3, max_length=32)
+
+    def run(resume=False, **more) -> tuple:
+        trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(**settings, **more))
+        if resume:
+            trainer.resume_from_checkpoint(tmp_path)
+        told = []
+        result = trainer.train(pipe, held_out, lambda *pair: told.append(pair))
+        return told, result["losses"], weights(trainer)
+
+    told, losses, whole = run(log_every=1)
+    saved = {"save_every": 50, "save_dir": str(tmp_path)}
+    ended = run(eval_every=2 * (hook == "on_validation_end"), trainer_kwargs={"callbacks": [End()]}, **saved)
+    assert ended[:2] == ([told[last - 1]], losses[:batches])
+    assert [file.name for file in tmp_path.glob("step=*")] == [f"step={last:08d}.ckpt"]
+    resumed = run(resume=True, log_every=1)
+    assert resumed[:2] == (told[last:], losses[2 * last :])
+    assert torch.equal(resumed[2], whole)
+
+
 def weights_of(student) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in student.parameters()])
 

@@ -114,9 +114,7 @@ class ConsoleReport(AfterUpdate):
             self._bar.refresh()
 
     def after_update(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Shows the figures where a log is due."""
-        if trainer.global_step % module.log_every and not module.is_last_update():
-            return
+        """Shows the figures."""
         metrics = module.window_metrics()
         if not trainer.is_global_zero or self.mode == "quiet":
             return
@@ -163,6 +161,7 @@ class ConsoleReport(AfterUpdate):
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         """Takes the bar away, and says how long it took."""
+        super().on_train_end(trainer, pl_module)
         self._stop()
         if trainer.is_global_zero and self.mode != "quiet":
             done, tokens = trainer.global_step - self._first_step, pl_module.meter.tokens_of_session

@@ -47,14 +47,12 @@ class History(AfterUpdate):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def after_update(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Calls `on_step` where it is due."""
+        """Calls `on_step`."""
         if self.on_step is None:
             return
-        step = trainer.global_step
-        if step % module.log_every == 0 or module.is_last_update():
-            loss = module.window_metrics()["loss"]
-            if trainer.is_global_zero:
-                self.on_step(step, loss)
+        loss = module.window_metrics()["loss"]
+        if trainer.is_global_zero:
+            self.on_step(trainer.global_step, loss)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Keeps `val/loss`."""

@@ -38,10 +38,13 @@ class SaveEvery(AfterUpdate, Checkpoint):
         """Where checkpoints go."""
         return Path(trainer.default_root_dir) if self._folder is None else self._folder
 
+    def interval(self, module: Any) -> int:
+        """Updates between two checkpoints."""
+        return self.every
+
     def after_update(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Saves where a checkpoint is due."""
-        if (self.every and trainer.global_step % self.every == 0) or module.is_last_update():
-            self.save(trainer)
+        """Saves."""
+        self.save(trainer)
 
     def save(self, trainer: lightning.Trainer) -> None:
         """Saves now."""
