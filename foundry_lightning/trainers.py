@@ -140,10 +140,16 @@ class _Facade:
     config: Any
 
     def _start(self, module: EncoderModule) -> None:
-        problems_to_error(_device_problems(self.config), of=type(self).__name__)
+        problems = _device_problems(self.config)
         require_logger(self.config.log_backend)
         module.by_facade = True
-        module.prepare()
+        try:
+            module.prepare()
+        except ValueError as error:
+            if not problems:
+                raise
+            problems += str(error).split("\n  - ")[1:] or [str(error)]
+        problems_to_error(problems, of=type(self).__name__)
         self.module = module
         self._trainer: lightning.Trainer | None = None
         self._resume: Path | None = None

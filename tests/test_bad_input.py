@@ -52,6 +52,9 @@ QUIET = {"progress_bar": False, "device": "cpu"}
 ROW = torch.tensor([[2, 6, 3]])
 
 
+NOT_THERE = "cuda" if torch.backends.mps.is_available() else "mps"
+
+
 class World:
     """What an example is made of; it remembers what must not change."""
 
@@ -69,7 +72,7 @@ class World:
         return model
 
     def trainer(self, student: Any = None, **config: Any) -> MLMTrainer:
-        return MLMTrainer(student or self.student(), self.tokenizer, MLMConfig(**QUIET, **config))
+        return MLMTrainer(student or self.student(), self.tokenizer, MLMConfig(**{**QUIET, **config}))
 
     def train(self, dataset: Any, *args: Any, config: dict[str, Any] | None = None, **arguments: Any) -> None:
         self.trainer(**{"save_dir": "run", "save_every": 1, **(config or {})}).train(dataset, *args, **arguments)
@@ -836,6 +839,14 @@ def test_bad_input_is_refused_in_a_sentence_of_ours_and_nothing_changes(tokenize
         (
             lambda world: world.trainer(world.student(20), mask_token_id=7, vocab_size=500),
             ("mask_token_id", "vocab_size", "the student embeds 20"),
+        ),
+        (
+            lambda world: world.trainer(mask_token_id=7, vocab_size=500, device=NOT_THERE),
+            ("mask_token_id", "vocab_size", f"device='{NOT_THERE}'"),
+        ),
+        (
+            lambda world: world.trainer(mask_token_id=7, device=NOT_THERE),
+            ("mask_token_id", f"device='{NOT_THERE}'"),
         ),
         (
             lambda world: world.train([torch.full((1, 65), 6)], [torch.full((1, 70), 6)]),
