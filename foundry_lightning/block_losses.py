@@ -113,6 +113,7 @@ def _block_kl(
     parts = list(zip(student.split(size), teacher.split(size), strict=True))
     cross, normalizer, target_normalizer = (teacher.new_zeros(teacher.shape[1]) for _ in range(3))
     for student_part, teacher_part in parts:
+        teacher_part.clamp_(min=_lowest(teacher))  # a class of probability 0 adds 0, not 0 · ∞
         difference = torch.sub(teacher_part, student_part)
         target = teacher_part.mul_(1 / temperature).exp_()
         target_normalizer += target.sum(0)
@@ -141,11 +142,16 @@ class _Softmax(NamedTuple):
     @classmethod
     def of(cls, scores: Tensor) -> _Softmax:
         """An empty sum, with the maxima of some classes' scores ``[classes, rows]``."""
-        return cls(scores.amax(0), torch.zeros_like(scores[0]))
+        return cls(scores.amax(0).clamp(min=_lowest(scores)), torch.zeros_like(scores[0]))
 
     def weighted(self, weight: Tensor) -> _Softmax:
         """For the second walk."""
         return _Softmax(self.maximum, weight / self.total)
+
+
+def _lowest(scores: Tensor) -> float:
+    """A score whose class has probability 0, and from which another can be taken."""
+    return torch.finfo(scores.dtype).min / 4
 
 
 def fused_block_loss(
@@ -221,6 +227,7 @@ def _add_shared(
     cross: Tensor,
 ) -> tuple[_Softmax | None, _Softmax, _Softmax, Tensor]:
     """``cross`` is Σ exp((t − max t) / T) · ((t − max t) − (s − max s))."""
+    teacher = teacher.clamp(min=_lowest(teacher))  # a class of probability 0 adds 0, not 0 · ∞
     new_soft, new_target = _add(student, temperature, soft), _add(teacher, temperature, target)
     moved, target_moved = soft.maximum - new_soft.maximum, target.maximum - new_target.maximum
     cross = (cross + target.total * (target_moved - moved)) * (target_moved / temperature).exp()

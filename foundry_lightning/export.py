@@ -89,8 +89,8 @@ def export_student(
     (folder / "README.md").write_text(
         _CARD.format(name=folder.name, rows=rows, **_kind(student, folder.name)), encoding="utf-8"
     )
-    for weights in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "README.md", weights)  # safetensors lets no other user read them
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "README.md", file)  # safetensors lets no other user read them
     return folder
 
 

@@ -238,6 +238,21 @@ def test_huge_scores_stay_finite_and_a_constant_changes_nothing():
     torch.testing.assert_close(loss.total, ce + kl)
 
 
+@pytest.mark.parametrize("part_bytes", [4 * 2**20, 16], ids=["one part", "class by class"])
+@pytest.mark.parametrize("without", [[0, 1], [8, 9], [3]])
+def test_a_class_that_the_teacher_rules_out_adds_nothing(monkeypatch, without, part_bytes):
+    monkeypatch.setattr(block_losses, "_PART_BYTES", part_bytes)
+    student, teacher = make_scored(6, 5, 10), make_scored(6, 5, 10, seed=2)
+    teacher.bias.data[without] = -math.inf
+    loss = vocabulary_loss(student, teacher=teacher, labels=make_labels(6, 10), distill_weight=1.0, temperature=2.0)
+    loss.total.backward()
+    ce, kl = plain_terms(student.scores(), make_labels(6, 10), teacher.scores().detach(), 2.0, 10)
+    torch.testing.assert_close(loss.kl_sum, kl.detach())
+    expected = torch.autograd.grad(ce + kl, leaves(student))
+    for leaf, gradient in zip(leaves(student), expected, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
+
+
 def test_accuracy_counts_labelled_rows_only_where_it_is_asked_for():
     scores = torch.tensor([[0.0, 1.0], [2.0, 1.0], [0.0, 3.0]])
     labels = torch.tensor([1, 1, -100])

@@ -79,7 +79,15 @@ class EncoderModule(lightning.LightningModule):
         """Builds the student where it is a recipe, checks everything together, and connects the data."""
         data = getattr(self._trainer, "datamodule", None)  # load_from_checkpoint calls this without a trainer
         if self.tokenizer is None:
-            self.tokenizer = getattr(data, "tokenizer", None)
+            owners = (data, getattr(data, "train", None), getattr(data, "val", None))
+            found = (getattr(owner, "tokenizer", None) for owner in owners)
+            self.tokenizer = next((tokenizer for tokenizer in found if tokenizer is not None), None)
+            decided = getattr(self, "masking", None) is not None  # which ids are special
+            if self.tokenizer is not None and decided:
+                raise ValueError(
+                    "tokenizer must be the trainer's too where the pipeline has one, got it in the pipeline alone; "
+                    "give it to the trainer."
+                )
         self.prepare()
         if hasattr(data, "connect"):
             self.connect_data(data)
@@ -179,6 +187,11 @@ class EncoderModule(lightning.LightningModule):
     def connect_data(self, data: Any) -> None:
         """Gives the data module what the student and its tokenizer decide."""
         student = self.build_student()
+        known = getattr(self.tokenizer, "pad_token_id", None)
+        if known is not None and self.config.pad_token_id not in (0, known):  # 0 counts as unset
+            raise ValueError(
+                f"pad_token_id must be the tokenizer's, {known}, got {self.config.pad_token_id}; leave it out."
+            )
         data.connect(
             tokenizer=self.tokenizer,
             word_ids=getattr(self.config, "masking", "token") == "whole_word",
@@ -224,9 +237,14 @@ class EncoderModule(lightning.LightningModule):
         """
         if isinstance(batch, Mapping) and "text_ids" in batch and any(map(uses_flash_attention, self.children())):
             batch = {**batch, "text_starts": text_starts(batch["text_ids"])}
-        if not (isinstance(batch, Mapping) or torch.is_tensor(batch)) or "info" in batch:
+        if self.trainer.predicting or (isinstance(batch, Mapping) and "info" in batch):
             return batch
         entries: dict[str, Any] = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+        if not torch.is_tensor(entries.get("input_ids")):
+            got = f"the keys {list(entries)}" if isinstance(batch, Mapping) else type(batch).__name__
+            raise TypeError(
+                f"a batch must be a dict with input_ids [B, S], or these ids, got {got}; change the loader."
+            )
         input_ids = entries["input_ids"]
         if "attention_mask" not in entries:
             entries["attention_mask"] = (input_ids != self.pad_token_id).long()
@@ -314,7 +332,7 @@ class EncoderModule(lightning.LightningModule):
             torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
         elif self.device.type == "mps":
             torch.mps.manual_seed(seed)
-        if self.student is not None and not self.student.training:
+        if self.student is not None and not all(module.training for module in self.student.modules()):
             self.student.train()
 
     def record(
@@ -417,7 +435,7 @@ class EncoderModule(lightning.LightningModule):
             metrics = {**metrics, **{f"progress/{name}": value for name, value in self.meter.progress().items()}}
         self.trainer._logger_connector.log_metrics(metrics, step=step)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """The same as `validation_step`."""
         self.validation_step(batch, batch_idx)
 

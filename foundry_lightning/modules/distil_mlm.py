@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from foundry_lightning.config import DistilMLMConfig, problems_to_error
+from foundry_lightning.data.ready import ReadyBatches
 from foundry_lightning.losses import cosine_loss, vocabulary_loss
 from foundry_lightning.masking import masked_positions
 from foundry_lightning.models import require_inputs
@@ -99,6 +100,19 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
         ]
         differing = differing_ids(self.tokenizer, student, teacher)
         return problems + ([] if differing is None else [differing])
+
+    def connect_data(self, data: Any) -> None:
+        """Also refuses labels of ready batches where `distill_on="all"` scores nothing."""
+        super().connect_data(data)
+        for name, batches in (("train", data.train), ("val", data.val)):
+            if self.config.distill_on != "all" or not isinstance(batches, ReadyBatches):
+                continue
+            for n, batch in enumerate(batches.batches):
+                if "labels" in batch and ((batch["labels"] != -100) & (batch["attention_mask"] == 0)).any():
+                    raise ValueError(
+                        f"labels must be -100 at places without attention where distill_on='all', got another in batch "
+                        f"{n} of the {name} data; attend there, or set distill_on='masked'."
+                    )
 
     def objective(self, batch: Mapping[str, Any], *, evaluating: bool = False) -> Objective:
         """Mask once, both models on the same masked input, three terms."""

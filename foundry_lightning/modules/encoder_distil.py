@@ -95,7 +95,7 @@ class EncoderDistillLitModule(WithTeacher):
         loss = self.weight(batch, "num_attended") * distance
         return self.record(batch, loss, {self.config.loss: (distance, "num_attended", 1.0)})
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Sums over the attended tokens."""
         self.val_metric.update(batch["info"], loss=self.distance(batch))
 

@@ -51,7 +51,8 @@ class Meter:
 
     def pause(self) -> None:
         """An evaluation begins, whose time is none of the rate."""
-        self._paused = time.monotonic()
+        if self._paused is None:
+            self._paused = time.monotonic()
 
     def go_on(self) -> None:
         """An evaluation ends."""

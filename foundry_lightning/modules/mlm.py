@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +223,7 @@ class MLMLitModule(EncoderModule):
         loss = self.objective(batch)
         return self.record(batch, loss.total, loss.terms)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Sums over the same tokens at every evaluation."""
         loss = self.objective(batch, evaluating=True)
         self._weights = {name: weight for name, (_, _, weight) in loss.terms.items()}
@@ -278,6 +279,13 @@ class MLMLitModule(EncoderModule):
         }
 
 
+def _knows_no_words(tokenizer: Any) -> bool:
+    """Whether tokens of words with a space between them count as those of one word."""
+    tokens = [token for token in tokenizer.get_vocab() if token.isalnum()] or ["a"]
+    words = tokenizer(f"{tokens[0]} {tokens[-1]}", add_special_tokens=False).word_ids()
+    return len(words) > 1 and len(set(words)) == 1
+
+
 def resolve_masking(config: MLMConfig, tokenizer: Any, student: nn.Module) -> Masking:
     """The ids of masking, from the tokenizer where there is one, else from config and student.
 
@@ -307,6 +315,11 @@ def resolve_masking(config: MLMConfig, tokenizer: Any, student: nn.Module) -> Ma
             problems.append(
                 f"masking='whole_word' needs a fast tokenizer, got {type(tokenizer).__name__}; use masking='token'."
             )
+        elif config.masking == "whole_word" and _knows_no_words(tokenizer):
+            problems.append(
+                f"masking='whole_word' needs a tokenizer that knows words, and {type(tokenizer).__name__} takes two "
+                "for one; use masking='token' or 'span'."
+            )
     else:
         if mask_id is None:
             problems.append("mask_token_id must be given without a tokenizer, got None; set it or pass the tokenizer.")
@@ -320,7 +333,8 @@ def resolve_masking(config: MLMConfig, tokenizer: Any, student: nn.Module) -> Ma
         student_config = getattr(student, "config", None)
         names = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id")
         known = [getattr(student_config, name, None) for name in names]
-        special |= {pad_id, *(i for i in known if isinstance(i, int))}
+        lists = (ids if isinstance(ids, (list, tuple)) else [ids] for ids in known if ids is not None)
+        special |= {pad_id, *chain.from_iterable(lists)}
     if embeddings is not None and vocab_size is not None and vocab_size > embeddings:
         problems.append(
             f"the tokenizer has {vocab_size} ids, the student embeds {embeddings}; "

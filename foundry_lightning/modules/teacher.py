@@ -63,9 +63,9 @@ class WithTeacher(EncoderModule):
         return self.teacher
 
     def frozen_teacher(self) -> nn.Module:
-        """The teacher for a forward, in eval mode also where someone called `.train()` on the model itself."""
+        """The teacher for a forward, in eval mode also where someone called `.train()` on the model or a part of it."""
         assert self.teacher is not None
-        if self.teacher.training:
+        if any(module.training for module in self.teacher.modules()):
             self.teacher.eval()
         return self.teacher
 
