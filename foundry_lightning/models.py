@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 _PROBE_SHAPE = (2, 6)
+_MOST_PRODUCTS = 10**11  # parameters × tokens of a forward that takes a second or two on a few cores
 
 
 def require_inputs(model: nn.Module, *, name: str) -> None:
@@ -126,6 +127,21 @@ def probe_inputs(model: nn.Module) -> dict[str, Tensor]:
     if accepts(model, "attention_mask"):
         inputs["attention_mask"] = torch.ones_like(input_ids)
     return inputs
+
+
+def fails_on(model: nn.Module, length: int) -> str | None:
+    """What the body raises on a row of this many ids where it takes a few; None: nothing, or it would take seconds."""
+    body: Any = getattr(model, "base_model", model)
+    if sum(parameter.numel() for parameter in body.parameters()) * length > _MOST_PRODUCTS:
+        return None
+    with attends_anywhere(model), left_untouched(model):
+        for size in (_PROBE_SHAPE[1], length):
+            ids = probe_ids(model, size).unsqueeze(0)
+            try:
+                body(input_ids=ids, attention_mask=torch.ones_like(ids))
+            except Exception as error:  # the forward is the user's code, and the first step tells what it always raises
+                return f"{type(error).__name__}: {error}" if size == length else None
+    return None
 
 
 def uses_flash_attention(model: nn.Module) -> bool:

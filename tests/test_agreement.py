@@ -145,22 +145,29 @@ def test_every_part_of_the_student_trains_and_none_of_the_teacher(tokenizer):
         part = model.bert.encoder
         part.register_forward_hook(lambda module, *_: modes.append((module is student.bert.encoder, module.training)))
 
-    def disturb(step, loss):
+    def disturb():
         student.bert.encoder.eval()
         teacher.bert.encoder.train()
         modes.clear()
 
-    trainer.train(DataPipeline(texts(24), tokenizer, max_length=16), total_steps=2, on_step=disturb)
-    disturb(0, 0)
-    trainer.train(DataPipeline(texts(24), tokenizer, max_length=16), total_steps=3)
+    trainer.train(
+        DataPipeline(texts(24), tokenizer, max_length=16),
+        total_steps=2,
+        on_step=lambda step, loss: step == 1 and disturb(),
+    )
     assert set(modes) == {(True, True), (False, False)}
 
 
-def test_a_limit_that_accumulation_cannot_foresee_is_refused_for_a_stream(tokenizer):
-    settings = {"grad_accumulation_steps": 2, "trainer_kwargs": {"limit_train_batches": 7}}
+@pytest.mark.parametrize(("accumulation", "limit", "steps"), [(2, 7, 6), (8, 7, 2), (2, 6, 9)])
+def test_a_stream_that_ends_before_its_limit_within_a_window_is_an_error(tokenizer, accumulation, limit, steps):
+    """Lightning takes the limit for the stream's length, and makes no update at its end."""
+    settings = {"grad_accumulation_steps": accumulation, "trainer_kwargs": {"limit_train_batches": limit}}
     trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(**QUIET, **settings))
-    with pytest.raises(ValueError, match="limit_train_batches=7 hides a stream's end"):
-        trainer.train(DataPipeline(lambda: iter(texts(20)), tokenizer, max_length=16), total_steps=6)
+    five = DataPipeline(lambda: iter(texts(20)), tokenizer, batch_size=4, max_length=16)
+    with pytest.raises(
+        ValueError, match=f"ended after 5 batches, before limit_train_batches={limit} and within a window"
+    ):
+        trainer.train(five, total_steps=steps)
 
 
 def test_several_validation_loaders_are_evaluated_together(tokenizer):
@@ -186,3 +193,27 @@ def test_another_padding_id_than_the_pipelines_tokenizers_is_refused(tokenizer):
     trainer = EncoderDistillTrainer(tiny_bert(30).bert, tiny_bert(30, seed=1).bert, config)
     with pytest.raises(ValueError, match="pad_token_id must be the tokenizer's, 0, got 5; leave it out"):
         trainer.train(DataPipeline(texts(8), tokenizer, max_length=16), total_steps=1)
+
+
+class OwnPositions(torch.nn.Module):
+    """An encoder that keeps its positions under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(30, 8), torch.nn.Embedding(32, 8)
+        self.out = torch.nn.Linear(8, 30)
+
+    def forward(self, input_ids, attention_mask):
+        return self.out(self.words(input_ids) + self.places(torch.arange(input_ids.shape[1])))
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_rows_on_which_a_model_fails_are_refused_before_the_first_update(tokenizer, role):
+    models_ = {"student": tiny_bert(30), "teacher": tiny_bert(30, seed=1), role: OwnPositions()}
+    config = DistilMLMConfig(**QUIET, cosine_weight=0.0)
+    trainer = DistilMLMTrainer(models_["student"], models_["teacher"], tokenizer, config)
+    with pytest.raises(
+        ValueError, match=rf"max_length of the train data is 48, and the {role} fails on so long a row \(I"
+    ):
+        trainer.train(DataPipeline(["the cat"] * 8, tokenizer, max_length=48), total_steps=1)
+    trainer.train(DataPipeline(["the cat"] * 8, tokenizer, max_length=32), total_steps=1)

@@ -173,12 +173,6 @@ class MLMDataModule(lightning.LightningDataModule):
             return
         if self.shuffle and not train.shuffle_buffer:
             rank_zero_warn("shuffle=True has no effect on a stream; set shuffle_buffer to permute blocks of rows.")
-        limit, tries = trainer.limit_train_batches, getattr(trainer, "fast_dev_run", False)
-        if isinstance(limit, int) and trainer.accumulate_grad_batches > 1 and not tries:
-            raise ValueError(
-                f"limit_train_batches={limit} hides a stream's end, at which accumulation makes an update; take the "
-                "first rows in the source (itertools.islice), or accumulate 1 batch."
-            )
         again = f"num_workers={self.num_workers}" if self.num_workers else ""
         if trainer.max_steps == -1 and trainer.max_epochs != 1:
             again = f"epochs={trainer.max_epochs}"

@@ -262,8 +262,16 @@ class WindowLoader:
         batches = iter(loader)
         # a window that the Trainer cuts has the totals of what is left of it
         places = islice(batches, None if deal.limit is None else max(deal.limit - start, 0))
+        served = start
         try:
             while window := self._window(places, deal):
+                served += len(window)
+                if deal.limit is not None and served < deal.limit and len(window) < deal.accumulation:
+                    raise ValueError(
+                        f"the stream ended after {served} batches, before limit_train_batches={deal.limit} and within "
+                        f"a window of {deal.accumulation}, for which no update would be made; lower "
+                        "limit_train_batches, or leave it out."
+                    )
                 yield from window
         finally:
             if self.num_workers:  # an error's traceback would keep them, and garbage collection wait for them in vain

@@ -21,7 +21,14 @@ from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release, require_compiler
 from foundry_lightning.config import _TrainingFields
 from foundry_lightning.draws import batch_seed
-from foundry_lightning.models import accepts, attends_anywhere, max_positions, num_embeddings, uses_flash_attention
+from foundry_lightning.models import (
+    accepts,
+    attends_anywhere,
+    fails_on,
+    max_positions,
+    num_embeddings,
+    uses_flash_attention,
+)
 from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule
 from foundry_lightning.packing import Packing, find_packing, text_starts
@@ -202,6 +209,7 @@ class EncoderModule(lightning.LightningModule):
         )
         if any(getattr(batches, "pack", False) for batches in (data.train, data.val)):
             self.prove_packing("student")
+        self.prove_length("student", data)
 
     @property
     def pad_token_id(self) -> int:
@@ -274,6 +282,23 @@ class EncoderModule(lightning.LightningModule):
             return self.packing(of).inputs(batch)
         model = getattr(self, of)
         return {name: batch[name] for name in _MODEL_INPUTS if name in batch and accepts(model, name)}
+
+    def prove_length(self, of: str, data: Any) -> None:
+        """Refuses rows on which a model fails, for what it does not say of its positions.
+
+        Raises:
+            ValueError: it does.
+        """
+        lengths = {
+            name: getattr(batches, "max_length", 0) for name, batches in (("train", data.train), ("val", data.val))
+        }
+        name = max(lengths, key=lambda name: lengths[name])
+        problem = fails_on(getattr(self, of), lengths[name]) if lengths[name] else None
+        if problem is not None:
+            raise ValueError(
+                f"max_length of the {name} data is {lengths[name]}, and the {of} fails on so long a row ({problem}); "
+                "set a smaller max_length."
+            )
 
     def prove_packing(self, of: str) -> None:
         """Proves a model's packing; flash attention, which runs on a GPU alone, is proven by the first step.

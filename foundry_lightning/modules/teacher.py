@@ -107,6 +107,7 @@ class WithTeacher(EncoderModule):
                         f"the {name} data go up to token id {largest}, the {role} embeds ids below {embedded}; "
                         "student, teacher and data must share the tokenizer."
                     )
+        self.prove_length("teacher", data)
 
     def on_train_start(self) -> None:
         """Also compiles the teacher's layers where the config says so; released at the run's end."""
