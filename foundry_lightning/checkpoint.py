@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _KEY = "foundry_lightning"
+_KNOWN_BY_HASH = {
+    "data": " (a hash: the texts, their order, or what makes rows of them)",
+    "tokenizer": " (a hash: vocabulary, rules or special tokens)",
+    "architecture": " (a hash: names or shapes of the student's parameters)",
+}
 # beginnings of what a config holds beside the function; the first are those of every config
 _NO_FUNCTION = (*PreTrainedConfig().to_dict(), "_", "initializer_", "use_cache", "deterministic_flash_attn")
 
@@ -269,7 +274,7 @@ def accept(module: EncoderModule, checkpoint: dict[str, Any]) -> None:
 def changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """What is not as it was when a checkpoint was taken, in words; only what it recorded is compared."""
     return [
-        f"{name} was {saved[name]!r} and is {value!r} now"
+        f"{name} was {saved[name]!r} and is {value!r} now{_KNOWN_BY_HASH.get(name, '')}"
         for name, value in current.items()
         if name in saved and saved[name] != value
     ]

@@ -192,6 +192,8 @@ class FoundryCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Decides the run folder, and the checkpoint where none is named."""
         config = self.config if self.subcommand is None else self.config[self.subcommand]
+        if config.trainer.check_val_every_n_epoch is not None and config.trainer.val_check_interval == NEVER:
+            config.trainer.val_check_interval = None  # the user lets Lightning evaluate by epochs
         if config.console.mode == "quiet":
             config.samples.show = False
         self.run_root: Path = Path(str(config.runs_dir)) / str(config.run_name)

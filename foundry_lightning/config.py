@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
+from foundry_lightning.schedule import LR_SCHEDULERS
+
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
 DEVICES = ("auto", "cpu", "cuda", "mps")
 LOG_BACKENDS = ("none", "wandb", "tensorboard")
-LR_SCHEDULERS = ("cosine", "linear", "constant", "wsd")
 OPTIMIZERS = ("adamw", "muon")
 MASKING_STRATEGIES = ("token", "whole_word", "span")
 
@@ -19,10 +22,21 @@ _EXAMPLES = {"mask_prob": "it is the share of eligible tokens to mask", "tempera
 
 def problems_to_error(problems: list[str], *, of: str) -> None:
     """Raises one ValueError that lists every problem, or returns when there is none."""
-    if len(problems) == 1:
-        raise ValueError(f"{of}: {problems[0]}")
-    if problems:
-        raise ValueError(f"{of}: {len(problems)} problems:\n" + "\n".join(f"  - {p}" for p in problems))
+    if not problems:
+        return
+    lines = f"{len(problems)} problems:\n" + "\n".join(f"  - {p}" for p in problems)
+    error = ValueError(f"{of}: {problems[0] if len(problems) == 1 else lines}")
+    error.problems = problems  # type: ignore[attr-defined]
+    raise error
+
+
+@contextmanager
+def gathered(problems: list[str]) -> Iterator[None]:
+    """Adds to `problems` what a check raises as a ValueError, so that checks that do not need it can go on."""
+    try:
+        yield
+    except ValueError as error:
+        problems += getattr(error, "problems", [str(error)])
 
 
 SEED_END = 2**63 - 1
@@ -101,10 +115,10 @@ def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Numbers of other kinds, such as numpy's, as Python's: a checkpoint with those could not be read again."""
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_plain, value))
+        return type(value)(map(plain, value))
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
@@ -162,7 +176,7 @@ class _TrainingFields:
     def validate(self) -> None:
         """Raises one ValueError for all problems of the fields."""
         for name, value in vars(self).items():
-            setattr(self, name, _plain(value))
+            setattr(self, name, plain(value))
         checks = Checks(self)
         self._check(checks)
         problems_to_error(checks.problems, of=type(self).__name__)

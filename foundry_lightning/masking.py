@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foundry_lightning.config import MASKING_STRATEGIES, Checks, problems_to_error
+from foundry_lightning.config import MASKING_STRATEGIES, Checks, plain, problems_to_error
 from foundry_lightning.draws import COUNT, CROSS, RANDOM, REPLACE, SELECT, SPAN, draw, draw32, row_keys, shift_right
 
 PIECE_SHIFT = 40  # row number of piece p of a split text t: t + (p << PIECE_SHIFT)
@@ -76,6 +76,8 @@ class Masking:
     random_replace_prob: float = 0.1
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
         checks = Checks(self)
         checks.integer("seed", low=0)
         checks.integer("mask_token_id", low=0)
@@ -304,6 +306,11 @@ def _runs(keys: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return first, sizes[run]
 
 
+def attention_from(input_ids: Tensor, pad_token_id: int) -> Tensor:
+    """`[B, S]` int64, 1 where a token is no padding: the `attention_mask` of rows that come without one."""
+    return (input_ids != pad_token_id).long()
+
+
 def masked_positions(chosen: Tensor, num_masked: int | None = None) -> Tensor:
     """`[M]` flat indices of the chosen places; without `num_masked` the host has to wait for the device."""
     flat = chosen.flatten()
@@ -366,16 +373,20 @@ def mask_tokens(
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"row_ids must be whole numbers of 64 bits, one per row, got {row_ids!r}.") from error
     if rows.dim() not in (1, 2) or rows.shape[0] != input_ids.shape[0]:
-        got = f"{rows.shape[0]}" if rows.dim() else "a single number"
-        raise ValueError(f"row_ids must name one row per sequence: {got} for {input_ids.shape[0]} rows.")
+        got = f"the shape {list(rows.shape)}" if rows.dim() else "a single number"
+        raise ValueError(
+            f"row_ids must be one number per row of input_ids, got {got} for {input_ids.shape[0]} rows; "
+            f"give [{input_ids.shape[0]}]."
+        )
     if rows.numel() and not _is_integral(rows):
-        raise ValueError(f"row_ids must be whole numbers, one per row, got {rows.dtype}.")
+        raise ValueError(f"row_ids must be whole numbers, one per row, got {rows.dtype}; give int64.")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     for name, value in (("attention_mask", attention_mask), ("word_ids", word_ids)):
         if value is not None and getattr(value, "shape", None) != input_ids.shape:
             got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{name} must have the shape of input_ids, got {got} and {list(input_ids.shape)}.")
+    epoch = plain(epoch)
     checks = Checks(SimpleNamespace(epoch=epoch))
     checks.integer("epoch", low=0)
     problems_to_error(checks.problems, of="masking")

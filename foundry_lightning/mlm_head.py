@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput
 
-from foundry_lightning.config import Checks, problems_to_error
+from foundry_lightning.config import Checks, plain, problems_to_error
 from foundry_lightning.losses import IGNORED_LABEL
 from foundry_lightning.models import accepts, first_hidden
 
@@ -44,6 +44,7 @@ class WithMLMHead(nn.Module):
         super().__init__()
         if not isinstance(encoder, nn.Module):
             raise TypeError(f"encoder must be a torch.nn.Module, got {type(encoder).__name__}; give the model itself.")
+        hidden_size, vocab_size = plain(hidden_size), plain(vocab_size)
         checks = Checks(SimpleNamespace(hidden_size=hidden_size, vocab_size=vocab_size))
         checks.integer("hidden_size", low=1, optional=True)
         checks.integer("vocab_size", low=2, optional=True)

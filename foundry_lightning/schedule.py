@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+LR_SCHEDULERS = ("cosine", "linear", "constant", "wsd")
 _DECAY_SHARE = 5  # `wsd` decays over a fifth of the run by default
 
 
@@ -26,8 +27,8 @@ def lr_factor(
     Raises:
         ValueError: unknown schedule.
     """
-    if schedule not in ("cosine", "linear", "constant", "wsd"):
-        raise ValueError(f"lr_scheduler must be one of 'cosine', 'linear', 'constant', 'wsd', got {schedule!r}.")
+    if schedule not in LR_SCHEDULERS:
+        raise ValueError(f"lr_scheduler must be one of {', '.join(map(repr, LR_SCHEDULERS))}, got {schedule!r}.")
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant":

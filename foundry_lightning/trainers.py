@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable
@@ -17,11 +18,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ProgressBar
 from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import nn
 
 from foundry_lightning.callbacks import NEVER, EvaluateEvery, History, LogSettings, SaveEvery, StopOnSignal
 from foundry_lightning.callbacks.console import ConsoleReport
+from foundry_lightning.callbacks.launched import is_launched
 from foundry_lightning.callbacks.samples import Samples
 from foundry_lightning.callbacks.start_report import StartReport
 from foundry_lightning.checkpoint import AtomicCheckpointIO, checkpoint_file, logged_as, read_checkpoint, require_folder
@@ -31,6 +33,8 @@ from foundry_lightning.config import (
     DistilMLMConfig,
     EncoderDistillConfig,
     MLMConfig,
+    gathered,
+    plain,
     problems_to_error,
 )
 from foundry_lightning.data.datamodule import MLMDataModule
@@ -63,12 +67,15 @@ def build_trainer(
     plugins = [*plugins] if isinstance(plugins, (list, tuple)) else [plugins]
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(AtomicCheckpointIO())
+    if isinstance(extra.get("strategy"), Strategy):
+        extra["strategy"] = copy.copy(extra["strategy"])  # a Trainer writes into it, and `evaluate` needs another
     own = extra.pop("callbacks", None) or []
     own = own if isinstance(own, (list, tuple)) else [own]
+    least = {"max_steps": -1, "max_epochs": -1, "accumulate_grad_batches": 1, "log_every_n_steps": 1}
+    extra |= {name: plain(extra[name]) for name in least.keys() & extra.keys()}
     checks = Checks(SimpleNamespace(**extra))
-    for name, low in (("max_steps", -1), ("max_epochs", -1), ("accumulate_grad_batches", 1), ("log_every_n_steps", 1)):
-        if name in extra:
-            checks.integer(name, low=low, optional=name.startswith("max"))
+    for name in [name for name in least if name in extra]:
+        checks.integer(name, low=least[name], optional=name.startswith("max"))
     problems_to_error(checks.problems, of="trainer_kwargs")
     for callback in own:
         if not isinstance(callback, Callback):
@@ -133,6 +140,15 @@ def _require_data(dataset: Any) -> None:
         raise TypeError("dataset must be a source of texts, a DataPipeline or a list of batches, got None; give one.")
 
 
+def _to_device(module: EncoderModule, trainer: lightning.Trainer) -> None:
+    """Gives the module its place back, which Lightning moves to the host after a run.
+
+    Where Lightning forked the ranks it stays there: a process that has used CUDA can fork none again.
+    """
+    if not is_launched(trainer):
+        module.to(trainer.strategy.root_device)
+
+
 class _Facade:
     """Builds the objects, fits, returns the result. No loop of its own."""
 
@@ -143,12 +159,8 @@ class _Facade:
         problems = _device_problems(self.config)
         require_logger(self.config.log_backend)
         module.by_facade = True
-        try:
+        with gathered(problems):
             module.prepare()
-        except ValueError as error:
-            if not problems:
-                raise
-            problems += str(error).split("\n  - ")[1:] or [str(error)]
         problems_to_error(problems, of=type(self).__name__)
         self.module = module
         self._trainer: lightning.Trainer | None = None
@@ -226,11 +238,11 @@ class _Facade:
         began(trainer)
         history.receive(trainer)
         stop.receive(trainer)
-        device = trainer.strategy.root_device
-        self.module.to(device)
+        _to_device(self.module, trainer)
         self.student.eval()
         stop.raise_if_stopped(trainer)
-        return {"losses": history.losses, "eval_losses": history.eval_losses, "device": device.type}
+        device = trainer.strategy.root_device.type
+        return {"losses": history.losses, "eval_losses": history.eval_losses, "device": device}
 
     def _shows_progress(self) -> bool:
         """Whether this package shows how the run goes: not where the user asks for Lightning's bar."""
@@ -267,7 +279,7 @@ class _Facade:
         try:
             trainer.validate(module, datamodule=data, verbose=False)
         finally:  # a fit may be going on
-            module.to(trainer.strategy.root_device)
+            _to_device(module, trainer)
             module.trainer, module._current_fx_name = fit, hook
             for part, mode in modes:
                 part.training = mode

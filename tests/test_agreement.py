@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -19,8 +20,11 @@ from foundry_lightning import (
     MLMDataModule,
     MLMLitModule,
     MLMTrainer,
+    WithMLMHead,
+    mask_tokens,
 )
 from foundry_lightning.tokenizer import tokenizer_fingerprint
+from foundry_lightning.trainers import _to_device, build_trainer
 from tests.conftest import texts, tiny_bert
 
 QUIET = {"device": "cpu", "progress_bar": False}
@@ -54,6 +58,35 @@ def test_the_tokenizers_own_side_is_cut(tokenizer):
     left = tokenizer_fingerprint(tokenizer)
     tokenizer.truncation_side = "right"
     assert tokenizer_fingerprint(tokenizer) != left
+
+
+def test_numpys_numbers_are_taken_everywhere_and_a_checkpoint_with_them_can_be_read(tokenizer, tmp_path):
+    size = np.int64(len(tokenizer))
+    student = WithMLMHead(tiny_bert(len(tokenizer)).base_model, hidden_size=np.int64(16), vocab_size=size)
+    config = MLMConfig(**QUIET, trainer_kwargs={"max_steps": np.int64(2)})
+    trainer = MLMTrainer(student, tokenizer, config)
+    numbers = {"batch_size": np.int64(2), "max_length": np.int32(16), "shuffle_buffer": np.uint8(0)}
+    trainer.train(DataPipeline(texts(6), seed=np.int64(1), **numbers))
+    MLMTrainer(student, tokenizer, config).resume_from_checkpoint(trainer.save_checkpoint(tmp_path))
+    assert MLMDataModule(texts(2), num_workers=np.int64(0), seed=np.int64(3)).seed == 3
+    ids = torch.tensor([[5, 6, 7, 8]])
+    settings = {"seed": 0, "epoch": 0, "mask_token_id": 4, "vocab_size": 27}
+    as_numpy = {name: np.int64(value) for name, value in settings.items()}
+    masked = [
+        mask_tokens(ids, row_ids=[0], special_token_ids=(), mask_prob=share, **given)
+        for share, given in ((0.5, settings), (np.float64(0.5), as_numpy))
+    ]
+    assert torch.equal(masked[0].input_ids, masked[1].input_ids)
+
+
+def test_a_process_that_forks_the_ranks_leaves_the_module_on_the_host(tokenizer, monkeypatch):
+    module = MLMLitModule(tiny_bert(len(tokenizer)), config=MLMConfig(**QUIET), tokenizer=tokenizer)
+    moved = []
+    monkeypatch.setattr(module, "to", moved.append)
+    for strategy in ("ddp_fork", "ddp"):
+        config = MLMConfig(**QUIET, devices=2, strategy=strategy)
+        _to_device(module, build_trainer(config, callbacks=[], total_steps=None, logger=False))
+    assert moved == [torch.device("cpu")]  # with ddp this process is a rank itself
 
 
 def test_no_batch_is_wider_than_max_length_not_even_an_empty_one():

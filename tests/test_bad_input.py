@@ -853,6 +853,37 @@ def test_bad_input_is_refused_in_a_sentence_of_ours_and_nothing_changes(tokenize
             ("max_length of the train data is 65", "max_length of the val data is 70"),
         ),
         (
+            lambda world: DistilMLMTrainer(
+                WithMLMHead(world.student().base_model),
+                world.student(20),
+                world.tokenizer,
+                DistilMLMConfig(mask_token_id=7, gradient_checkpointing=True, **{**QUIET, "device": NOT_THERE}),
+            ),
+            ("mask_token_id", "the teacher scores 20 ids", "gradient_checkpointing", f"device='{NOT_THERE}'"),
+        ),
+        (
+            lambda world: DistilMLMTrainer(
+                world.student(max_position_embeddings=8),
+                world.student(max_position_embeddings=16),
+                world.tokenizer,
+                DistilMLMConfig(pad_token_id=0, **QUIET),
+            ).train(DataPipeline(["the cat"], max_length=32, pad_token_id=9), iter(["the cat"])),
+            (
+                "pad_token_id must be the tokenizer's",
+                "train data is 32, the student has 8 positions",
+                "val data is 512, the student has 8 positions",
+                "validation source can be iterated once only",
+                "train data is 32, the teacher has 16 positions",
+                "val data is 512, the teacher has 16 positions",
+            ),
+        ),
+        (
+            lambda world: world.train(
+                DataPipeline(lambda: iter(["the cat"]), max_length=32), config={"mask_prob_end": 0.1}
+            ),
+            ("lr_scheduler='cosine' needs the number of updates", "mask_prob_end=0.1 needs the number of updates"),
+        ),
+        (
             lambda world: DataPipeline(["a"], batch_size=0, max_length=0, mode="lm", long_rows="drop"),
             ("batch_size", "max_length", "mode", "long_rows"),
         ),

@@ -243,6 +243,15 @@ def test_bad_input_is_one_sentence_on_stderr_exit_code_2_and_nothing_written(pro
     assert not (project / "runs").exists()
 
 
+def test_evaluations_by_epochs_may_be_asked_for_alone(project):
+    epochs = ("--trainer.check_val_every_n_epoch", "1", "--trainer.max_epochs", "2", "--trainer.max_steps", "-1")
+    code, out = run("fit", "--config", "tiny.yaml", *epochs, folder=project)
+    assert code == 0, out
+    rows = csv.DictReader((project / "runs" / "tiny" / "1" / "metrics.csv").open())
+    steps = [int(row["step"]) for row in rows if row["val/loss"]]
+    assert len(steps) == 2, out
+
+
 def test_a_refused_run_takes_away_the_folders_it_made_and_no_other(project):
     (project / "mine").mkdir()
     too_long = ("--data.init_args.max_length", "500")

@@ -193,7 +193,7 @@ def test_the_inputs_are_not_changed():
         ({"strategy": "sentence"}, "strategy must be one of"),
         ({"strategy": "whole_word"}, "needs word_ids"),
         ({"vocab_size": 5}, "leaves no ordinary token"),
-        ({"row_ids": torch.arange(3)}, "one row per sequence"),
+        ({"row_ids": torch.arange(3)}, "one number per row"),
         ({"attention_mask": torch.ones(2, 5)}, "must have the shape of input_ids"),
     ],
 )

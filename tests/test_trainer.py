@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from foundry_lightning import DataPipeline, MLMConfig, MLMTrainer
@@ -454,6 +455,14 @@ def test_a_facade_without_folder_and_logger_writes_nothing(tokenizer, tmp_path, 
     trainer, _ = trained(tokenizer, eval_every=2, train={"eval_dataset": held_out})
     trainer.evaluate(held_out)
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_one_strategy_object_serves_every_train_and_evaluate(tokenizer):
+    strategy = SingleDeviceStrategy("cpu")
+    trainer, _ = trained(tokenizer, trainer_kwargs={"strategy": strategy})
+    held_out = DataPipeline(texts(5, seed=9), tokenizer, batch_size=3, max_length=32)
+    assert trainer.evaluate(held_out) == trainer.evaluate(held_out)
+    assert len(trainer.train(held_out, total_steps=1)["losses"]) == 1
 
 
 def test_num_workers_changes_nothing(tokenizer):

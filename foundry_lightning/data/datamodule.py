@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from foundry_lightning.checkpoint import changes, misfit
-from foundry_lightning.config import SEED_END, Checks, problems_to_error
+from foundry_lightning.config import SEED_END, Checks, gathered, plain, problems_to_error
 from foundry_lightning.data.loader import Deal, WindowLoader
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.data.ready import ReadyBatches, looks_ready
@@ -66,6 +66,7 @@ class MLMDataModule(lightning.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        num_workers, seed = plain(num_workers), plain(seed)
         checks = Checks(SimpleNamespace(num_workers=num_workers, shuffle=shuffle, seed=seed))
         checks.integer("num_workers", low=0)
         checks.kind("shuffle", bool, "True or False")
@@ -130,11 +131,12 @@ class MLMDataModule(lightning.LightningDataModule):
         Raises:
             ValueError: rows too long for the model, ids beyond its embedding, another tokenizer, an empty source.
         """
-        problems = []
+        problems: list[str] = []
         for name, batches in (("train", self.train), ("val", self.val)):
             if batches is None:
                 continue
-            batches.bind(tokenizer=tokenizer, word_ids=word_ids, pad_token_id=pad_token_id)
+            with gathered(problems):
+                batches.bind(tokenizer=tokenizer, word_ids=word_ids, pad_token_id=pad_token_id)
             if isinstance(batches, DataPipeline):
                 batches.num_ids = min((n for n in (num_ids, num_classes) if n is not None), default=None)
             if max_positions is not None and batches.max_length > max_positions:
@@ -143,28 +145,20 @@ class MLMDataModule(lightning.LightningDataModule):
                     f"positions; set max_length={max_positions} or less."
                 )
             problems += batches.source_problems()
-        problems_to_error(problems, of="data")
-        self._check_stream()
+        with gathered(problems):
+            self._check_stream()
         if self.val is not None and getattr(getattr(self.val, "source", None), "one_shot", False):
-            raise ValueError(
+            problems.append(
                 "the validation source can be iterated once only, and every evaluation reads it; "
                 "pass a callable that returns a new iterator."
             )
+        problems_to_error(problems, of="data")  # before texts are tokenised
         for name, batches in (("train", self.train), ("val", self.val)):
             if batches is None:
                 continue
-            largest = batches.largest_id()
-            if largest is not None and num_ids is not None and largest >= num_ids:
-                raise ValueError(
-                    f"data: the {name} data hold the token id {largest}, the student embeds ids below {num_ids}; "
-                    "use the tokenizer that belongs to the student."
-                )
-            label = batches.largest_label() if isinstance(batches, ReadyBatches) else largest
-            if label is not None and num_classes is not None and label >= num_classes:
-                raise ValueError(
-                    f"data: the {name} data hold the label {label}, the student scores ids below {num_classes}; "
-                    "labels are token ids, or -100 where none is scored."
-                )
+            with gathered(problems):
+                problems += _ids_beyond(batches, name=name, num_ids=num_ids, num_classes=num_classes)
+        problems_to_error(problems, of="data")
 
     def _check_stream(self) -> None:
         """Refuses an iterator where it would be read twice, and says where shuffling has no effect."""
@@ -292,6 +286,26 @@ class MLMDataModule(lightning.LightningDataModule):
         changed = changes(state_dict, self.order_settings())
         if changed and self.trainer is not None and self.trainer.state.fn == "fit":
             raise misfit("checkpoint does not fit the data", changed, trainer=self.trainer)
+
+
+def _ids_beyond(
+    batches: DataPipeline | ReadyBatches, *, name: str, num_ids: int | None, num_classes: int | None
+) -> list[str]:
+    """Ids and labels that the student does not know."""
+    problems = []
+    largest = batches.largest_id()
+    if largest is not None and num_ids is not None and largest >= num_ids:
+        problems.append(
+            f"the {name} data hold the token id {largest}, the student embeds ids below {num_ids}; "
+            "use the tokenizer that belongs to the student."
+        )
+    label = batches.largest_label() if isinstance(batches, ReadyBatches) else largest
+    if label is not None and num_classes is not None and label >= num_classes and not problems:
+        problems.append(
+            f"the {name} data hold the label {label}, the student scores ids below {num_classes}; "
+            "labels are token ids, or -100 where none is scored."
+        )
+    return problems
 
 
 def _as_batches(data: Any, **pipeline_settings: Any) -> DataPipeline | ReadyBatches:

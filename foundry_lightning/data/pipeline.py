@@ -22,7 +22,7 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from torch import Tensor
 
-from foundry_lightning.config import SEED_END, Checks, problems_to_error
+from foundry_lightning.config import SEED_END, Checks, plain, problems_to_error
 from foundry_lightning.data.corpus import cache_dir
 from foundry_lightning.data.order import PAD_TO, Order, Plan, batches_of_tokens, grouped_order, packed_rows, plain_order
 from foundry_lightning.data.rows import Batch, TokenRows
@@ -50,7 +50,8 @@ class DataPipeline:
         shuffle_buffer: Streams: consecutive blocks of so many rows are permuted. Sized sources: any value above 0
             permutes all rows.
         text_column: Column of the text in dicts, data sets and files.
-        long_rows: `truncate` cuts a text at `max_length`, `split` keeps all of it in several rows.
+        long_rows: `truncate` cuts a text at `max_length`, `split` keeps all of it in several rows (a word that lies
+            across two of them counts as a word in each).
         group_by_length: Batches hold rows of like lengths, so that little is padding; sized sources only. For models
             that cannot `pack`: rows of one length are texts of one kind, and learning from them alone is slower.
         pack: Several texts share a row of `max_length`, kept apart by the attention mask; sized sources only. Batches
@@ -84,12 +85,9 @@ class DataPipeline:
         pad_token_id: int | None = None,
         seed: int = 42,
     ) -> None:
-        given: dict[str, Any] = {
-            "batch_size": batch_size,
-            "max_length": max_length,
-            "shuffle_buffer": shuffle_buffer,
-            "seed": seed,
-        }
+        batch_size, max_length, shuffle_buffer = plain(batch_size), plain(max_length), plain(shuffle_buffer)
+        batch_tokens, pad_token_id, seed = plain(batch_tokens), plain(pad_token_id), plain(seed)
+        given = {"batch_size": batch_size, "max_length": max_length, "shuffle_buffer": shuffle_buffer, "seed": seed}
         given |= {"pad_token_id": pad_token_id, "group_by_length": group_by_length, "pack": pack}
         checks = Checks(SimpleNamespace(**given, batch_tokens=batch_tokens))
         checks.integer("batch_size", low=1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foundry_lightning.data.rows import Batch
 from foundry_lightning.draws import permutation
+from foundry_lightning.masking import attention_from
 
 
 class ReadyBatches:
@@ -47,7 +48,7 @@ class ReadyBatches:
             raise ValueError("masking='whole_word' needs texts and a fast tokenizer; ready batches have no words.")
         for batch in self.batches:
             if "attention_mask" not in batch:
-                batch["attention_mask"] = (batch["input_ids"] != pad_token_id).long()
+                batch["attention_mask"] = attention_from(batch["input_ids"], pad_token_id)
 
     def prepare(self) -> None:
         """Nothing to do: the batches are here."""

@@ -19,8 +19,9 @@ from foundry_lightning import checkpoint as ckpt
 from foundry_lightning.callbacks.dropout_draws import DropoutDraws
 from foundry_lightning.callbacks.finite_guard import FiniteGuard
 from foundry_lightning.compiling import compile_layers, release, require_compiler
-from foundry_lightning.config import _TrainingFields
+from foundry_lightning.config import _TrainingFields, gathered, problems_to_error
 from foundry_lightning.draws import batch_seed
+from foundry_lightning.masking import attention_from
 from foundry_lightning.models import (
     accepts,
     attends_anywhere,
@@ -101,11 +102,7 @@ class EncoderModule(lightning.LightningModule):
         if not self.by_facade:
             self._say_what_the_trainer_owns()
         self._fit_to_strategy()
-        if getattr(self.config, "gradient_checkpointing", False):
-            if not hasattr(self.student, "gradient_checkpointing_enable"):
-                raise ValueError(
-                    f"gradient_checkpointing=True needs a Hugging Face model, got {type(self.student).__name__}."
-                )
+        if self.config.gradient_checkpointing:
             self.build_student().gradient_checkpointing_enable()  # type: ignore[operator]
         for name in ("compile", "teacher_compile"):
             if getattr(self.config, name, False) and self._trainer is not None and self.trainer.state.fn == "fit":
@@ -181,8 +178,16 @@ class EncoderModule(lightning.LightningModule):
         return [DropoutDraws()]
 
     def prepare(self) -> None:
-        """Checks student, tokenizer and config together; idempotent."""
-        raise NotImplementedError
+        """Checks student, tokenizer and config together; idempotent.
+
+        Raises:
+            ValueError: all that does not fit, in one message.
+        """
+        if self.config.gradient_checkpointing and not hasattr(self.build_student(), "gradient_checkpointing_enable"):
+            raise ValueError(
+                f"gradient_checkpointing=True needs a Hugging Face model, got {type(self.student).__name__}; "
+                "leave it out."
+            )
 
     def build_student(self) -> nn.Module:
         """The student, built from its recipe at the first call."""
@@ -192,24 +197,32 @@ class EncoderModule(lightning.LightningModule):
         return self.student
 
     def connect_data(self, data: Any) -> None:
-        """Gives the data module what the student and its tokenizer decide."""
-        student = self.build_student()
+        """Gives the data module what the student and its tokenizer decide, and proves the student on such rows.
+
+        Raises:
+            ValueError: all that data and student show together to be wrong, in one message.
+        """
+        student, problems = self.build_student(), []
         known = getattr(self.tokenizer, "pad_token_id", None)
         if known is not None and self.config.pad_token_id not in (0, known):  # 0 counts as unset
-            raise ValueError(
+            problems.append(
                 f"pad_token_id must be the tokenizer's, {known}, got {self.config.pad_token_id}; leave it out."
             )
-        data.connect(
-            tokenizer=self.tokenizer,
-            word_ids=getattr(self.config, "masking", "token") == "whole_word",
-            pad_token_id=self.pad_token_id,
-            max_positions=max_positions(student),
-            num_ids=num_embeddings(student),
-            num_classes=self.num_classes,
-        )
+        with gathered(problems):
+            data.connect(
+                tokenizer=self.tokenizer,
+                word_ids=getattr(self.config, "masking", "token") == "whole_word",
+                pad_token_id=self.pad_token_id,
+                max_positions=max_positions(student),
+                num_ids=num_embeddings(student),
+                num_classes=self.num_classes,
+            )
         if any(getattr(batches, "pack", False) for batches in (data.train, data.val)):
-            self.prove_packing("student")
-        self.prove_length("student", data)
+            with gathered(problems):
+                self.prove_packing("student")
+        if not problems:
+            self.prove_length("student", data)
+        problems_to_error(problems, of="data")
 
     @property
     def pad_token_id(self) -> int:
@@ -255,7 +268,7 @@ class EncoderModule(lightning.LightningModule):
             )
         input_ids = entries["input_ids"]
         if "attention_mask" not in entries:
-            entries["attention_mask"] = (input_ids != self.pad_token_id).long()
+            entries["attention_mask"] = attention_from(input_ids, self.pad_token_id)
         place = self._loop().batch_progress.current.ready
         number = place * self.trainer.world_size + self.trainer.global_rank
         if "row_ids" not in entries:
@@ -500,45 +513,13 @@ class EncoderModule(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """The optimizer and the schedule over the run's updates."""
-        if self.config.optimizer == "muon" and not isinstance(
-            self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)
-        ):
-            raise ValueError(
-                f"optimizer='muon' needs whole matrices, and {type(self.trainer.strategy).__name__} may shard them; "
-                "set optimizer='adamw' or strategy='ddp'."
-            )
-        if isinstance(self.trainer.strategy, FSDPStrategy) and self.trainer.gradient_clip_val:
-            raise ValueError(
-                f"max_grad_norm (Trainer: gradient_clip_val) is {self.trainer.gradient_clip_val}, and Lightning clips "
-                "no gradients of FSDP; set max_grad_norm=0 (gradient_clip_val: null), or strategy='ddp'."
-            )
+        total = self._num_updates()
+        problems_to_error(self._problems_of_length(total), of="run")
+        total = 0 if total == float("inf") else int(total)
         for parameter in self._unreached:  # DDP has wrapped the model; the optimizer's groups are those of one rank
             parameter.requires_grad_(True)
         self._unreached = []
-        total = self._num_updates()
-        if total == float("inf"):
-            if self.config.lr_scheduler != "constant":
-                raise ValueError(
-                    f"lr_scheduler={self.config.lr_scheduler!r} needs the number of updates, and a stream has no "
-                    "length; give total_steps (Trainer: max_steps), or lr_scheduler='constant'."
-                )
-            if getattr(self.config, "mask_prob_end", None) is not None:
-                raise ValueError(
-                    f"mask_prob_end={self.config.mask_prob_end} needs the number of updates, and a stream has no "
-                    "length; give total_steps (Trainer: max_steps), or leave it out."
-                )
-            total = 0
-        self.know_length(int(total))
-        if self.config.lr_scheduler != "constant" and self.config.warmup_steps > total:
-            raise ValueError(
-                f"warmup_steps must not exceed the run's {int(total)} updates, got {self.config.warmup_steps}; "
-                "lower it or train longer."
-            )
-        if self.config.warmup_steps + self.config.decay_steps > total and self.config.decay_steps:
-            raise ValueError(
-                f"decay_steps and warmup_steps together must not exceed the run's {int(total)} updates, got "
-                f"{self.config.decay_steps} + {self.config.warmup_steps}; lower them or train longer."
-            )
+        self.know_length(total)
         assert self.student is not None
         built = optimizer_with_schedule(
             self.trained_modules(),
@@ -548,7 +529,7 @@ class EncoderModule(lightning.LightningModule):
             weight_decay=self.config.weight_decay,
             schedule=self.config.lr_scheduler,
             warmup_steps=self.config.warmup_steps,
-            total_steps=int(total),
+            total_steps=total,
             decay_steps=self.config.decay_steps,
             fused=self.trainer.precision != "16-mixed",  # Lightning can't clip between unscaling and a fused step
         )
@@ -557,6 +538,39 @@ class EncoderModule(lightning.LightningModule):
             for group in built["optimizer"].param_groups
         ]
         return built
+
+    def _problems_of_length(self, total: float) -> list[str]:
+        """What the strategy and the number of updates (infinite where unknown) show to be wrong."""
+        config, strategy, problems = self.config, self.trainer.strategy, []
+        if config.optimizer == "muon" and not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+            problems.append(
+                f"optimizer='muon' needs whole matrices, and {type(strategy).__name__} may shard them; "
+                "set optimizer='adamw' or strategy='ddp'."
+            )
+        if isinstance(strategy, FSDPStrategy) and self.trainer.gradient_clip_val:
+            problems.append(
+                f"max_grad_norm (Trainer: gradient_clip_val) is {self.trainer.gradient_clip_val}, and Lightning clips "
+                "no gradients of FSDP; set max_grad_norm=0 (gradient_clip_val: null), or strategy='ddp'."
+            )
+        if total == float("inf"):
+            if config.lr_scheduler != "constant":
+                problems.append(
+                    f"lr_scheduler={config.lr_scheduler!r} needs the number of updates, and a stream has no "
+                    "length; give total_steps (Trainer: max_steps), or lr_scheduler='constant'."
+                )
+            if getattr(config, "mask_prob_end", None) is not None:
+                problems.append(
+                    f"mask_prob_end={config.mask_prob_end} needs the number of updates, and a stream has no "
+                    "length; give total_steps (Trainer: max_steps), or leave it out."
+                )
+        elif config.lr_scheduler != "constant" and config.warmup_steps + config.decay_steps > total:
+            names, got = "warmup_steps", str(config.warmup_steps)
+            if config.decay_steps:
+                names, got = "decay_steps and warmup_steps together", f"{config.decay_steps} + {got}"
+            problems.append(
+                f"{names} must not exceed the run's {int(total)} updates, got {got}; lower them or train longer."
+            )
+        return problems
 
     def know_length(self, total_steps: int) -> None:
         """Called before the first batch is read, with the updates of the run (0: unknown)."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foundry_lightning.config import DistilMLMConfig, problems_to_error
+from foundry_lightning.config import DistilMLMConfig, gathered, problems_to_error
 from foundry_lightning.data.ready import ReadyBatches
 from foundry_lightning.losses import cosine_loss, vocabulary_loss
 from foundry_lightning.masking import masked_positions
@@ -72,47 +72,55 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
         Raises:
             ValueError: what does not fit, in one message.
         """
-        super().prepare()
-        if self.teacher_projection is not None or not self.needs_teacher:
-            return
-        student, teacher = self.build_student(), self.build_teacher()
-        require_inputs(teacher, name="teacher")
-        if self.config.distill_weight:
-            problems_to_error(self._vocabulary_problems(student, teacher), of="distillation")
-        if self.config.cosine_weight:
-            self.build_projector(hidden_size(student), hidden_size(teacher))
-        self.teacher_projection = find_projection(teacher)
+        problems: list[str] = []
+        with gathered(problems):
+            super().prepare()
+        if self.teacher_projection is None and self.needs_teacher:
+            student, teacher = self.build_student(), self.build_teacher()
+            require_inputs(teacher, name="teacher")
+            if self.config.distill_weight:
+                problems += self._vocabulary_problems(student, teacher)
+            if self.config.cosine_weight:
+                with gathered(problems):
+                    self.build_projector(hidden_size(student), hidden_size(teacher))
+            problems_to_error(problems, of="distillation")
+            self.teacher_projection = find_projection(teacher)
+        problems_to_error(problems, of="distillation")
 
     def _vocabulary_problems(self, student: nn.Module, teacher: nn.Module) -> list[str]:
-        assert self.masking is not None
-        classes = {"student": output_vocab_size(student), "teacher": output_vocab_size(teacher)}
-        known = self.tokenizer is not None or self.config.vocab_size is not None
-        if not known and classes["student"] != classes["teacher"]:
-            return [
-                f"the student scores {classes['student']} ids and the teacher {classes['teacher']}; give the tokenizer "
+        scored, problems = output_vocab_size(teacher), []
+        if self.vocab_size is None and self.num_classes not in (None, scored):
+            problems.append(
+                f"the student scores {self.num_classes} ids and the teacher {scored}; give the tokenizer "
                 "(or vocab_size) that both share, or a student with the teacher's vocabulary."
-            ]
-        problems = [
-            f"the {name} scores {number} ids, the tokenizer has {self.masking.vocab_size}; "
-            "student and teacher must share the tokenizer."
-            for name, number in classes.items()
-            if number < self.masking.vocab_size
-        ]
+            )
+        if scored < (self.vocab_size or 0):
+            problems.append(
+                f"the teacher scores {scored} ids, the tokenizer has {self.vocab_size}; "
+                "student and teacher must share the tokenizer."
+            )
         differing = differing_ids(self.tokenizer, student, teacher)
         return problems + ([] if differing is None else [differing])
 
     def connect_data(self, data: Any) -> None:
         """Also refuses labels of ready batches where `distill_on="all"` scores nothing."""
-        super().connect_data(data)
+        problems: list[str] = []
+        with gathered(problems):
+            super().connect_data(data)
         for name, batches in (("train", data.train), ("val", data.val)):
             if self.config.distill_on != "all" or not isinstance(batches, ReadyBatches):
                 continue
-            for n, batch in enumerate(batches.batches):
-                if "labels" in batch and ((batch["labels"] != -100) & (batch["attention_mask"] == 0)).any():
-                    raise ValueError(
-                        f"labels must be -100 at places without attention where distill_on='all', got another in batch "
-                        f"{n} of the {name} data; attend there, or set distill_on='masked'."
-                    )
+            wrong = [
+                n
+                for n, batch in enumerate(batches.batches)
+                if "labels" in batch and ((batch["labels"] != -100) & (batch["attention_mask"] == 0)).any()
+            ]
+            if wrong:
+                problems.append(
+                    "labels must be -100 at places without attention where distill_on='all', got another in batch "
+                    f"{wrong[0]} of the {name} data; attend there, or set distill_on='masked'."
+                )
+        problems_to_error(problems, of="data")
 
     def objective(self, batch: Mapping[str, Any], *, evaluating: bool = False) -> Objective:
         """Mask once, both models on the same masked input, three terms."""
@@ -154,9 +162,7 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
 
     def _shared_classes(self, student: Any, teacher: Any) -> int:
         """Columns that both vocabularies have: the tokenizer's, where it is known."""
-        assert self.masking is not None
-        known = self.tokenizer is not None or self.config.vocab_size is not None
-        return self.masking.vocab_size if known else min(student.scored.num_classes, teacher.scored.num_classes)
+        return self.vocab_size or min(student.scored.num_classes, teacher.scored.num_classes)
 
     def unchangeable(self) -> dict[str, Any]:
         """What masking may not change, and the terms of the loss."""

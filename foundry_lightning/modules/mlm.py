@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from foundry_lightning.config import MLMConfig, config_from, problems_to_error
+from foundry_lightning.config import MLMConfig, config_from, gathered, problems_to_error
 from foundry_lightning.losses import vocabulary_loss
 from foundry_lightning.masking import MaskedBatch, Masking, masked_positions
 from foundry_lightning.models import num_embeddings, require_inputs
@@ -140,6 +141,7 @@ class MLMLitModule(EncoderModule):
         config = config_from(config, self.config_class)
         super().__init__(student, config=config, tokenizer=None if tokenizer is None else load_tokenizer(tokenizer))
         self.masking: Masking | None = None
+        self.vocab_size: int | None = None  # the tokenizer's, else the config's, where either says
         self.mask_share = MaskShare(config.mask_prob_end)
         self.projection: Any = None
         self.val_metric = TokenMean(mlm="num_masked", masked_accuracy="num_masked")
@@ -151,20 +153,29 @@ class MLMLitModule(EncoderModule):
         Raises:
             ValueError: what student, tokenizer and config show together, all in one message.
         """
+        if self.masking is not None:
+            return
+        problems: list[str] = []
         student = self.build_student()
-        if self.masking is None:
-            self.masking = resolve_masking(self.config, self.tokenizer, student)
-            self.counter = Counter(self.masking, self.mask_share)
-            self.filler_id = self.masking.mask_token_id
-            self.num_classes = self._count_classes(student, self.masking.vocab_size)
-        if self.projection is None:
-            self.projection = find_projection(student)
+        self.vocab_size = self.config.vocab_size
+        if self.tokenizer is not None:
+            self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        with gathered(problems):
+            super().prepare()
+        with gathered(problems):
+            self.num_classes = self._count_classes(student)
+        with gathered(problems):
+            masking = resolve_masking(self.config, self.tokenizer, student)
+        problems_to_error(problems, of="MLM")
+        self.projection = find_projection(student)
+        self.masking, self.filler_id = masking, masking.mask_token_id
+        self.counter = Counter(masking, self.mask_share)
 
     def know_length(self, total_steps: int) -> None:
         """Sets the length of the mask share's way."""
         self.mask_share.total_steps = total_steps
 
-    def _count_classes(self, student: nn.Module, vocab_size: int) -> int | None:
+    def _count_classes(self, student: nn.Module) -> int | None:
         """Ids the student scores; None where a forward on a few ids fails, which the run's own may not.
 
         Raises:
@@ -176,11 +187,11 @@ class MLMLitModule(EncoderModule):
             num_classes = output_vocab_size(student)
         except Exception:  # the forward is the user's code: the first step tells what it raises
             return None
-        is_given = self.tokenizer is not None or self.config.vocab_size is not None
-        if is_given and num_classes < vocab_size:
+        embeds_all = (num_embeddings(student) or math.inf) >= (self.vocab_size or 0)  # else that is the problem
+        if self.vocab_size is not None and num_classes < self.vocab_size and embeds_all:
             raise ValueError(
-                f"MLM: the student scores {num_classes} ids, the tokenizer has {vocab_size}; "
-                f"give its head {vocab_size} outputs, or use the student's own tokenizer."
+                f"the student scores {num_classes} ids, the tokenizer has {self.vocab_size}; "
+                f"give its head {self.vocab_size} outputs, or use the student's own tokenizer."
             )
         return num_classes
 

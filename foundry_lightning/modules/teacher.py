@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foundry_lightning.compiling import compile_layers
+from foundry_lightning.config import gathered, problems_to_error
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.models import max_positions, num_embeddings
 from foundry_lightning.modules.base import EncoderModule
@@ -80,21 +81,28 @@ class WithTeacher(EncoderModule):
         Raises:
             ValueError: rows longer than the teacher's positions, or token ids that a model does not embed.
         """
-        super().connect_data(data)
-        if not self.needs_teacher:
-            return
-        teacher = self.build_teacher()
+        problems: list[str] = []
+        with gathered(problems):
+            super().connect_data(data)
+        if self.needs_teacher:
+            with gathered(problems):
+                self._connect_teacher(data, problems)
+        problems_to_error(problems, of="data")
+
+    def _connect_teacher(self, data: Any, problems: list[str]) -> None:
+        """Adds to the problems of data and student those of data and teacher."""
+        teacher, fits = self.build_teacher(), not problems
         positions = max_positions(teacher)
         for name, batches in (("train", data.train), ("val", data.val)):
             if batches is None:
                 continue
-            if getattr(batches, "pack", False):
-                self.prove_packing("teacher")
             if positions is not None and batches.max_length > positions:
-                raise ValueError(
+                problems.append(
                     f"max_length of the {name} data is {batches.max_length}, the teacher has {positions} positions; "
                     f"set max_length={positions} or less."
                 )
+            if not fits:  # what the rows hold is known once they could be read
+                continue
             largest = batches.largest_id()
             if largest is None and batches.tokenizer is not None:
                 largest = max(batches.tokenizer.get_vocab().values())
@@ -103,11 +111,15 @@ class WithTeacher(EncoderModule):
                 if isinstance(batches, DataPipeline) and embedded is not None:  # a stream is checked as it is read
                     batches.num_ids = min(embedded, batches.num_ids or embedded)
                 if largest is not None and embedded is not None and largest >= embedded:
-                    raise ValueError(
+                    problems.append(
                         f"the {name} data go up to token id {largest}, the {role} embeds ids below {embedded}; "
                         "student, teacher and data must share the tokenizer."
                     )
-        self.prove_length("teacher", data)
+        if any(getattr(batches, "pack", False) for batches in (data.train, data.val)):
+            with gathered(problems):
+                self.prove_packing("teacher")
+        if not problems:
+            self.prove_length("teacher", data)
 
     def on_train_start(self) -> None:
         """Also compiles the teacher's layers where the config says so; released at the run's end."""
