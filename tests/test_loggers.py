@@ -8,7 +8,7 @@ import time
 
 import pytest
 import yaml
-from lightning.pytorch.callbacks import DeviceStatsMonitor, LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -132,7 +132,7 @@ def test_tensorboard_shows_settings_and_how_the_run_ended(tokenizer, tmp_path):
 def test_evaluate_leaves_the_users_logger_and_callbacks_alone(tokenizer, tmp_path):
     logger, stages = CSVLogger(tmp_path, name="", version=""), []
     watch = LambdaCallback(setup=lambda *_, stage: stages.append(stage))
-    extra = {"logger": logger, "callbacks": [watch, DeviceStatsMonitor()]}
+    extra = {"logger": logger, "callbacks": [watch]}
     config = MLMConfig(device="cpu", progress_bar=False, log_every=2, eval_every=2, trainer_kwargs=extra)
     trainer = MLMTrainer(tiny_bert(len(tokenizer), max_position_embeddings=512), tokenizer, config)
     trainer.train(texts(16), texts(5, seed=1), total_steps=2)

@@ -86,8 +86,9 @@ class Deaf(nn.Module):
 
     def forward(self, input_ids, attention_mask=None, position_ids=None):
         given = {"attention_mask": attention_mask, "position_ids": position_ids}
-        kept = {name: value for name, value in given.items() if name not in self.ignored}
-        return self.model(input_ids, **kept)
+        # all of the row: without a mask transformers reads from the positions where a text starts
+        unheard = {"attention_mask": torch.ones_like(input_ids), "position_ids": None}
+        return self.model(input_ids, **{**given, **{name: unheard[name] for name in self.ignored}})
 
 
 REFUSED = {
