@@ -11,11 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
 
 # Dropout by torch's own operators: the compiler's generator makes one number after the other on a CPU, and takes a
 # seventh of a step more. The draws are then those of the run that is not compiled.
 _ON_CPU: dict[str, str | int | bool | Callable[..., Any]] = {"fallback_random": True}
+
+
+# In a process, for all models: layers of most of transformers' models are entered by the same few lines, whose graphs
+# torch counts together. Kinds of layers x train and evaluation x first and any width x student and teacher come to 16,
+# where torch goes uncompiled from 8 on.
+_MOST_GRAPHS = 64
 
 
 def require_compiler(device: torch.device, *, named: str) -> None:
@@ -43,6 +50,7 @@ def compile_layers(model: nn.Module) -> list[nn.Module]:
     stacks = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
     outer = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
     layers = [layer for name in outer for layer in stacks[name]] or [model]
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     on_cpu = next(model.parameters()).device.type == "cpu"
     for layer in layers:
         layer.compile(options=_ON_CPU if on_cpu else None)

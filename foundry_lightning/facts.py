@@ -18,6 +18,7 @@ from foundry_lightning.data.order import PAD_TO, grouped_order, packed_rows
 from foundry_lightning.data.pipeline import DataPipeline
 from foundry_lightning.data.ready import ReadyBatches
 from foundry_lightning.draws import permutation
+from foundry_lightning.projection import rounds_float32_products
 
 _WHOLE = 200_000  # rows up to which all are looked at
 _SAMPLE = 10_000  # rows that stand for a larger source, or for a stream
@@ -166,7 +167,7 @@ def model_facts(module: Any) -> dict[str, Any]:
     facts["idle_tensor_cores"] = (
         module.device.type == "cuda"
         and module.trainer.precision == "32-true"
-        and torch.get_float32_matmul_precision() == "highest"
+        and not rounds_float32_products(module.device)
         and torch.cuda.get_device_capability(module.device) >= (8, 0)
     )
     if getattr(module, "projection", None) is not None:

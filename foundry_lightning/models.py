@@ -77,6 +77,11 @@ def outputs_of(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return first_hidden(output) if hasattr(output, "last_hidden_state") else logits_of(output)
 
 
+def weight_of(model: nn.Module) -> Tensor:
+    """A weight that has the type and the device of the model's; an empty one on the CPU where there is none."""
+    return next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(0, device="cpu"))
+
+
 def position_embedding(model: nn.Module) -> nn.Embedding | None:
     """The learned positions; None where a model has none."""
     for name, module in model.named_modules():

@@ -23,6 +23,7 @@ from foundry_lightning.models import (
     outputs_of,
     probe_ids,
     uses_flash_attention,
+    weight_of,
 )
 from foundry_lightning.projection import tolerance
 
@@ -37,21 +38,21 @@ class Packing:
     Attributes:
         first_position: What it calls the first position (RoBERTa counts from ``padding_idx + 1``).
         windows: Kind of layer -> how far its attention reaches, None for all of a row; empty: one mask for all layers.
-        dtype: Of the mask: that of the model's weights.
         flash: Whether it attends with a flash-attention kernel.
     """
 
     first_position: int
     windows: Mapping[str, int | None]
-    dtype: torch.dtype
     flash: bool
 
-    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    def inputs(self, batch: Mapping[str, Tensor], *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """What the model takes of a packed batch.
 
         Args:
             batch: ``input_ids`` and ``text_ids``, the number of each token's text within its row, ``[B, S]``; with
                 ``text_starts`` (see :func:`text_starts`) flash attention needs no word from the device.
+            dtype: Of the mask: that of the model's weights, which a Trainer's `precision` may change. Under autocast
+                autocast's.
         """
         text_ids = batch["text_ids"]
         positions = positions_in_text(torch.ones_like(text_ids, dtype=torch.bool), text_ids) + self.first_position
@@ -65,23 +66,24 @@ class Packing:
                 **{f"max_length_{side}": longest for side in "qk"},
             }
         apart = text_ids.unsqueeze(2) != text_ids.unsqueeze(1)
-        mask: Any = self._mask(apart)
+        mask: Any = _additive_mask(apart, dtype)
         if self.windows:
             place = torch.arange(text_ids.shape[1], device=text_ids.device)
             distance = (place.unsqueeze(1) - place).abs()
             mask = {
-                kind: mask if reach is None else self._mask(apart | (distance > reach))
+                kind: mask if reach is None else _additive_mask(apart | (distance > reach), dtype)
                 for kind, reach in self.windows.items()
             }
         return {**inputs, "attention_mask": mask}
 
-    def _mask(self, apart: Tensor) -> Tensor:
-        """`[B, 1, S, S]`: 0 where a place is seen, the type's lowest number where it is not."""
-        kind, dtype = apart.device.type, self.dtype
-        if torch.is_autocast_enabled(kind):  # which would make, and keep, a copy for each layer
-            dtype = torch.get_autocast_dtype(kind)
-        mask = torch.zeros(apart.shape, dtype=dtype, device=apart.device)
-        return mask.masked_fill_(apart, torch.finfo(dtype).min).unsqueeze(1)
+
+def _additive_mask(apart: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[B, 1, S, S]`: 0 where a place is seen, the type's lowest number where it is not."""
+    kind = apart.device.type
+    if torch.is_autocast_enabled(kind):  # which would make, and keep, a copy for each layer
+        dtype = torch.get_autocast_dtype(kind)
+    mask = torch.zeros(apart.shape, dtype=dtype, device=apart.device)
+    return mask.masked_fill_(apart, torch.finfo(dtype).min).unsqueeze(1)
 
 
 def text_starts(text_ids: Tensor) -> Tensor:
@@ -108,11 +110,10 @@ def find_packing(model: nn.Module, *, name: str) -> Packing:
     config = getattr(model, "config", None)
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
     reach = getattr(config, "sliding_window", None)
-    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    weight = weight_of(model)
     packing = Packing(
         first_position=first_position(model),
         windows={kind: reach if kind == "sliding_attention" else None for kind in kinds} if len(kinds) > 1 else {},
-        dtype=weight.dtype,
         flash=uses_flash_attention(model),
     )
     device, dtype = weight.device.type, weight.dtype
@@ -137,7 +138,9 @@ def _mixes(model: nn.Module, packing: Packing, *, dtype: torch.dtype) -> str | N
     padding = a[:1].expand(_PADDING)
     rows = torch.stack([torch.cat([a, b, padding]), torch.cat([a, c, padding]), torch.cat([d, b, padding])])
     text_ids = torch.repeat_interleave(torch.arange(3), torch.tensor([first, second, _PADDING])).expand_as(rows)
-    packed = outputs_of(model, packing.inputs({"input_ids": rows, "text_ids": text_ids.to(rows.device)}))
+    packed = outputs_of(
+        model, packing.inputs({"input_ids": rows, "text_ids": text_ids.to(rows.device)}, dtype=weight_of(model).dtype)
+    )
     ab, ac, db = packed[0], packed[1], packed[2]
     ends = slice(first, first + second)
     if not torch.equal(ab[:first], ac[:first]) or not torch.equal(ab[ends], db[ends]):

@@ -1,16 +1,25 @@
 """A compiled run: the same run to float tolerance, few graphs, checkpoints as ever."""
 
+import lightning
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
-from foundry_lightning import DataPipeline, DistilMLMConfig, DistilMLMTrainer, MLMConfig, MLMTrainer, block_losses
+from foundry_lightning import (
+    DataPipeline,
+    DistilMLMConfig,
+    DistilMLMTrainer,
+    MLMConfig,
+    MLMLitModule,
+    MLMTrainer,
+    block_losses,
+)
 from foundry_lightning.compiling import compile_layers
 from foundry_lightning.losses import vocabulary_loss
 from tests.conftest import texts, tiny_bert
 from tests.test_losses import leaves, make_labels, make_scored
-from tests.test_packing import FAMILIES
+from tests.test_packing import FAMILIES, SMALL, made
 
 SETTINGS = {"learning_rate": 1e-3, "progress_bar": False, "device": "cpu"}
 
@@ -120,3 +129,22 @@ def test_a_compiled_block_takes_no_more_memory():
 
     largest(True)
     assert largest(True) <= largest(False)
+
+
+@pytest.mark.slow
+def test_a_process_compiles_more_models_than_torch_would_by_itself():
+    """torch counts the graphs of all models together, since their layers are entered by the same lines."""
+    with torch._dynamo.config.patch(recompile_limit=8), torch.no_grad():  # torch's own
+        for width in range(1, 11):
+            model = made("BertConfig", **{**SMALL, "hidden_size": 8 * width})
+            compile_layers(model)
+            model(input_ids=torch.full((2, 8), 5))
+            assert counters["stats"]["unique_graphs"] == width
+
+
+def test_the_check_for_parameters_without_gradient_compiles_nothing(tokenizer):
+    module = MLMLitModule(tiny_bert(len(tokenizer)), config=MLMConfig(compile=True), tokenizer=tokenizer)
+    module.prepare()
+    module.trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert module.parameters_without_gradient() == {}
+    assert counters["stats"]["unique_graphs"] == 0

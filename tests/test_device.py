@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 
 from foundry_lightning import (
     DataPipeline,
@@ -27,7 +29,7 @@ from foundry_lightning.callbacks.samples import Samples
 from foundry_lightning.checkpoint import use_current_settings
 from foundry_lightning.facts import model_facts, warnings_of
 from foundry_lightning.models import uses_flash_attention
-from foundry_lightning.projection import ScoredProjection
+from foundry_lightning.projection import ScoredProjection, find_projection
 from tests.conftest import texts, tiny_bert
 from tests.several import in_ranks
 from tests.test_packing import flash_bert, kernel  # noqa: F401  # a fixture
@@ -106,18 +108,24 @@ def test_validation_sums_go_to_a_device_without_float64_as_float32(tokenizer, mo
     module = MLMLitModule(tiny_bert(len(tokenizer)), config=MLMConfig(), tokenizer=tokenizer)
     module.prepare()
 
-    def to_mps(tensor):
-        if tensor.dtype == torch.float64:
+    place, to = torch.device("mps"), torch.Tensor.to
+
+    def move(self, device):
+        """Of a tensor that would be in MPS' memory, and where; any other call is one of the CPU's."""
+        nonlocal place
+        if torch.device("mps") in (place, device) and self.dtype == torch.float64:
             raise TypeError(
                 "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
             )
-        return SimpleNamespace(device=torch.device("mps"))
+        place = device
+        return to(self, "cpu")
 
-    moved = []
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args: moved.append(args) or self)
-    module.val_metric._apply(to_mps)
-    assert moved
-    assert set(moved) == {(torch.device("mps"), torch.float32)}
+    monkeypatch.setattr(torch.Tensor, "to", move)
+    metric = module.val_metric
+    for device, dtype in ((torch.device("mps"), torch.float32), (torch.device("cpu"), torch.float64)):
+        place = torch.device("cpu") if device.type == "mps" else torch.device("mps")
+        metric._apply(lambda _, device=device: SimpleNamespace(device=device))
+        assert metric.num_masked.dtype == dtype
 
 
 def test_a_fused_update_after_one_that_was_not_counts_its_steps_on_the_device():
@@ -143,6 +151,60 @@ def test_a_packed_mask_has_the_type_that_autocast_would_make_of_it(tokenizer):
     assert mask.isfinite().all()
 
 
+@pytest.mark.parametrize("of", ["student", "teacher"])
+def test_a_packed_mask_has_the_type_that_the_trainer_makes_of_the_weights(tokenizer, of):
+    """Lightning turns them into half precision after the packing was proven."""
+    student, teacher = tiny_bert(len(tokenizer)), tiny_bert(len(tokenizer), seed=1)
+    module = DistilMLMLitModule(student, teacher, config=DistilMLMConfig(), tokenizer=tokenizer)
+    module.prove_packing(of)
+    getattr(module, of).to(torch.bfloat16)
+    batch = {"input_ids": torch.tensor([[5, 6, 7]]), "text_ids": torch.tensor([[0, 0, 1]])}
+    assert module.inputs(batch, of=of)["attention_mask"].dtype == torch.bfloat16
+
+
+def test_a_model_whose_tensors_name_no_device_is_checked_where_it_lies(tokenizer):
+    """Relative positions of DeBERTa: on the GPU, while the model is still on the host."""
+    config = DebertaV2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+    )
+    module = MLMLitModule(DebertaV2ForMaskedLM(config), config=MLMConfig(), tokenizer=tokenizer)
+    with torch.device("meta"):
+        module.configure_model()
+    assert isinstance(module.projection, ScoredProjection), module.projection.reason
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_are_clipped_by_value_where_the_update_is_fused(tokenizer, precision):
+    largest = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            gradients = [p.grad for p in module.student.parameters() if p.grad is not None]
+            largest.append(max(float(gradient.abs().max()) for gradient in gradients))
+
+    config = MLMConfig(
+        **QUIET,
+        max_grad_norm=1e-3,
+        trainer_kwargs={"gradient_clip_algorithm": "value", "precision": precision, "callbacks": [Watch()]},
+    )
+    MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, config).train(rows(tokenizer), total_steps=2)
+    assert largest == pytest.approx([1e-3, 1e-3])
+
+
+@pytest.mark.usefixtures("_products_are_ieee_again")
+def test_products_in_tf32_that_the_user_asks_one_backend_for_stop_no_proof():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
+    assert isinstance(find_projection(tiny_bert(30)), ScoredProjection)
+
+
 def test_fsdp_with_clipping_is_refused_before_the_first_update(tokenizer):
     module = MLMLitModule(tiny_bert(len(tokenizer)), config=MLMConfig(), tokenizer=tokenizer)
     trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, gradient_clip_val=1.0)
@@ -152,16 +214,24 @@ def test_fsdp_with_clipping_is_refused_before_the_first_update(tokenizer):
         module.configure_optimizers()
 
 
+@pytest.fixture
+def _products_are_ieee_again():
+    yield
+    torch.set_float32_matmul_precision("highest")
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+@pytest.mark.usefixtures("_products_are_ieee_again")
 @pytest.mark.parametrize(
     ("precision", "products", "told"),
-    [("32-true", "highest", True), ("32-true", "high", False), ("bf16-mixed", "highest", False)],
+    [("32-true", "ieee", True), ("32-true", "tf32", False), ("bf16-mixed", "ieee", False)],
 )
 def test_float32_on_a_gpu_with_tensor_cores_is_advised_against(monkeypatch, tokenizer, precision, products, told):
     trainer = MLMTrainer(tiny_bert(len(tokenizer)), tokenizer, MLMConfig(**QUIET))
     trainer.train(rows(tokenizer), total_steps=1)
     monkeypatch.setattr(MLMLitModule, "device", torch.device("cuda"))
     monkeypatch.setattr(lightning.Trainer, "precision", precision)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: products)
+    torch.backends.cuda.matmul.fp32_precision = products
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("foundry_lightning.facts._unreached", lambda _: 0)
     warnings = warnings_of(

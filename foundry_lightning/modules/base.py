@@ -29,6 +29,7 @@ from foundry_lightning.models import (
     max_positions,
     num_embeddings,
     uses_flash_attention,
+    weight_of,
 )
 from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule
@@ -85,6 +86,10 @@ class EncoderModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         """Builds the student where it is a recipe, checks everything together, and connects the data."""
+        with torch.device("cpu"):  # Lightning's is the GPU by now, where a model's tensors without a device would lie
+            self._configure()
+
+    def _configure(self) -> None:
         data = getattr(self._trainer, "datamodule", None)  # load_from_checkpoint calls this without a trainer
         if self.tokenizer is None:
             owners = (data, getattr(data, "train", None), getattr(data, "val", None))
@@ -289,10 +294,15 @@ class EncoderModule(lightning.LightningModule):
             return trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
         return trainer.test_loop if trainer.testing else trainer.fit_loop.epoch_loop
 
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether `compile` is on and the updates have begun: checks before them run as the model is."""
+        return bool(self.config.compile and self._compiled)
+
     def inputs(self, batch: Mapping[str, Any], *, of: str = "student") -> dict[str, Any]:
         """What a model, the student or the teacher, takes of a batch."""
         if "text_ids" in batch:
-            return self.packing(of).inputs(batch)
+            return self.packing(of).inputs(batch, dtype=weight_of(getattr(self, of)).dtype)
         model = getattr(self, of)
         return {name: batch[name] for name in _MODEL_INPUTS if name in batch and accepts(model, name)}
 
@@ -444,6 +454,7 @@ class EncoderModule(lightning.LightningModule):
     def on_train_end(self) -> None:
         """Says how many updates were left out; the student runs uncompiled again."""
         release(self._compiled)
+        self._compiled = []
         self.meter.stop()
         if self._guard.num_refused:
             rank_zero_warn(
@@ -498,11 +509,14 @@ class EncoderModule(lightning.LightningModule):
         sharded = not isinstance(self.trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
         if sharded:
             norm = self.trainer.strategy.reduce(norm**2, reduce_op="sum").sqrt()
-        if gradient_clip_val and gradient_clip_algorithm in (None, "norm") and not sharded:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
-        elif gradient_clip_val:
+        if gradient_clip_val and sharded:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:  # not by Lightning's precision plugin, which refuses a fused optimizer under autocast
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            if gradient_clip_algorithm == "value":
+                torch.nn.utils.clip_grad_value_(parameters, float(gradient_clip_val))
+            else:
+                torch.nn.utils.clip_grads_with_norm_(parameters, float(gradient_clip_val), norm)
         grad_norm = float(norm)  # the one host read of an update
         rate = float(optimizer.param_groups[0]["lr"])
         self.meter.count(self._window["tokens"], learning_rate=rate, grad_norm=grad_norm)

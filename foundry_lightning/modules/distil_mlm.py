@@ -146,7 +146,7 @@ class DistilMLMLitModule(MLMLitModule, WithTeacher):
             temperature=config.temperature,
             num_shared_classes=self._shared_classes(student, teacher) if config.distill_weight else None,
             with_accuracy=evaluating,
-            compiled=config.compile and not evaluating,
+            compiled=self.compiles_loss and not evaluating,
         )
         total, terms = loss.total, {}
         if config.mlm_weight or evaluating:

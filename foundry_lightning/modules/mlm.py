@@ -94,7 +94,8 @@ class TokenMean(Metric):
 
         def move(tensor: Tensor) -> Tensor:
             device = fn(torch.zeros((), device=tensor.device)).device
-            return tensor.to(device, torch.float32 if device.type == "mps" else torch.float64)  # MPS has no float64
+            # MPS has no float64: the type changes on the other side
+            return tensor.float().to(device) if device.type == "mps" else tensor.to(device).double()
 
         return super()._apply(move, *args, **kwargs)
 
@@ -225,7 +226,7 @@ class MLMLitModule(EncoderModule):
             labels=masked.labels,
             mlm_weight=masked.weight,
             with_accuracy=evaluating,
-            compiled=self.config.compile and not evaluating,
+            compiled=self.compiles_loss and not evaluating,
         )
         return Objective(loss.total, {"mlm": (loss.ce_sum, "num_masked", 1.0)}, loss.num_correct)
 
