@@ -37,7 +37,7 @@ class Packing:
 
     Attributes:
         first_position: What it calls the first position (RoBERTa counts from ``padding_idx + 1``).
-        windows: Kind of layer -> how far its attention reaches, None for all of a row; empty: one mask for all layers.
+        windows: Kind of layer -> how far its attention reaches, None for all of a row.
         flash: Whether it attends with a flash-attention kernel.
     """
 
@@ -65,16 +65,25 @@ class Packing:
                 **{f"cu_seq_lens_{side}": starts for side in "qk"},
                 **{f"max_length_{side}": longest for side in "qk"},
             }
+        return {**inputs, "attention_mask": self.mask(text_ids, dtype=dtype)}
+
+    def mask(self, text_ids: Tensor, *, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Additive masks ``[B, 1, S, S]`` by which places of one text in a row see each other; one for each kind."""
         apart = text_ids.unsqueeze(2) != text_ids.unsqueeze(1)
-        mask: Any = _additive_mask(apart, dtype)
-        if self.windows:
-            place = torch.arange(text_ids.shape[1], device=text_ids.device)
-            distance = (place.unsqueeze(1) - place).abs()
-            mask = {
-                kind: mask if reach is None else _additive_mask(apart | (distance > reach), dtype)
-                for kind, reach in self.windows.items()
-            }
-        return {**inputs, "attention_mask": mask}
+        place = torch.arange(text_ids.shape[1], device=text_ids.device)
+        distance = (place.unsqueeze(1) - place).abs()
+        masks = {
+            kind: _additive_mask(apart if reach is None else apart | (distance > reach), dtype)
+            for kind, reach in self.windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def padding(self, batch: Mapping[str, Any], *, dtype: torch.dtype) -> Any:
+        """The attention mask of a batch of rows with padding, see :func:`find_padding`: None for no padding."""
+        attended: Tensor = batch["attention_mask"]
+        if batch["info"]["num_attended"] == attended.numel():
+            return None
+        return self.mask((attended == 0).to(torch.int8), dtype=dtype)
 
 
 def _additive_mask(apart: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,15 +116,7 @@ def find_packing(model: nn.Module, *, name: str) -> Packing:
         raise ValueError(
             f"pack=True needs position_ids, which the {name}, {type(model).__name__}, does not take; {advice}"
         )
-    config = getattr(model, "config", None)
-    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
-    reach = getattr(config, "sliding_window", None)
-    weight = weight_of(model)
-    packing = Packing(
-        first_position=first_position(model),
-        windows={kind: reach if kind == "sliding_attention" else None for kind in kinds} if len(kinds) > 1 else {},
-        flash=uses_flash_attention(model),
-    )
+    packing, weight = _described(model), weight_of(model)
     device, dtype = weight.device.type, weight.dtype
     if autocast := packing.flash and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -129,6 +130,51 @@ def find_packing(model: nn.Module, *, name: str) -> Packing:
     if problem:
         raise ValueError(f"pack=True does not work with the {name}, {type(model).__name__}: {problem}; {advice}")
     return packing
+
+
+def answers_late(device: torch.device) -> bool:
+    """Whether the host, asking there, waits for all that it has ordered before."""
+    return device.type != "cpu"
+
+
+def find_padding(model: nn.Module) -> Packing | None:
+    """How ``model`` is told of padding without the host's waiting for the device; None: by the batch's own mask.
+
+    For torch's attention, transformers asks the device at each forward whether all of a mask ``[B, S]`` is attended,
+    which the host has counted. Proven by a small forward that leaves the model as it was: attended places must get the
+    scores that they get by that mask.
+    """
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) != "sdpa":
+        return None
+    padding = _described(model)
+    input_ids = probe_ids(model, 2 * sum(_LENGTHS)).view(2, -1)
+    whole, cut = torch.ones_like(input_ids), torch.ones_like(input_ids)
+    cut[1, -_PADDING:] = 0
+    dtype = weight_of(model).dtype
+    try:
+        with left_untouched(model):
+            for attended in (whole, cut):
+                batch = {"attention_mask": attended, "info": {"num_attended": int(attended.sum())}}
+                mask = padding.padding(batch, dtype=dtype)
+                expected = outputs_of(model, {"input_ids": input_ids, "attention_mask": attended})[attended != 0]
+                found = outputs_of(model, {"input_ids": input_ids, "attention_mask": mask})[attended != 0]
+                if (found - expected).abs().max() > tolerance(expected, dtype, roundings=16):
+                    return None
+    except Exception:  # the forward is the user's code, which takes the batch's own mask
+        return None
+    return padding
+
+
+def _described(model: nn.Module) -> Packing:
+    """What the model says of its positions and layers."""
+    config = getattr(model, "config", None)
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ("full_attention",))
+    reach = getattr(config, "sliding_window", None)
+    return Packing(
+        first_position=first_position(model),
+        windows={kind: reach if kind == "sliding_attention" else None for kind in kinds},
+        flash=uses_flash_attention(model),
+    )
 
 
 def _mixes(model: nn.Module, packing: Packing, *, dtype: torch.dtype) -> str | None:

@@ -28,11 +28,12 @@ from foundry_lightning.callbacks.console import CompareWithTeacher
 from foundry_lightning.callbacks.samples import Samples
 from foundry_lightning.checkpoint import use_current_settings
 from foundry_lightning.facts import model_facts, warnings_of
-from foundry_lightning.models import uses_flash_attention
+from foundry_lightning.models import outputs_of, uses_flash_attention
+from foundry_lightning.packing import find_padding
 from foundry_lightning.projection import ScoredProjection, find_projection
 from tests.conftest import texts, tiny_bert
 from tests.several import in_ranks
-from tests.test_packing import flash_bert, kernel  # noqa: F401  # a fixture
+from tests.test_packing import FAMILIES, SMALL, flash_bert, kernel, made  # noqa: F401  # a fixture
 
 QUIET = {"device": "cpu", "progress_bar": False, "learning_rate": 1e-3}
 
@@ -73,7 +74,8 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("masking", ["token", "whole_word", "span"])
-def test_a_packed_step_makes_the_host_wait_for_nothing(tokenizer, monkeypatch, masking):
+@pytest.mark.parametrize("batches", [{"pack": True}, {"group_by_length": True}], ids=["packed", "padded"])
+def test_a_step_makes_the_host_wait_for_nothing(tokenizer, monkeypatch, masking, batches):
     reads = []
     step = DistilMLMLitModule.training_step
 
@@ -84,11 +86,48 @@ def test_a_packed_step_makes_the_host_wait_for_nothing(tokenizer, monkeypatch, m
         return output
 
     monkeypatch.setattr(DistilMLMLitModule, "training_step", watched)
+    monkeypatch.setattr("foundry_lightning.modules.base.answers_late", lambda device: True)
     monkeypatch.setattr("torch.isin", None)  # sorts by a size that the host reads, where many ids are special
     student, teacher = tiny_bert(len(tokenizer)), tiny_bert(len(tokenizer), seed=1)
     trainer = DistilMLMTrainer(student, teacher, tokenizer, DistilMLMConfig(**QUIET, masking=masking))
-    trainer.train(rows(tokenizer, pack=True), total_steps=3)
+    trainer.train(rows(tokenizer, **batches), total_steps=3)
     assert reads == [[], [], []]
+
+
+def test_padding_told_without_a_question_to_the_device_trains_alike(tokenizer, monkeypatch):
+    """Texts of one length make batches without padding, of others batches with it."""
+    lines, results = [*texts(12), *["the cat sat on the mat"] * 8], []
+    for late in (False, True):
+        monkeypatch.setattr("foundry_lightning.modules.base.answers_late", lambda device, late=late: late)
+        student, teacher = tiny_bert(len(tokenizer), dropout=0.0), tiny_bert(len(tokenizer), seed=1)
+        masks = []
+        student.bert.register_forward_pre_hook(
+            lambda model, args, kwargs, masks=masks: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+        trainer = DistilMLMTrainer(student, teacher, tokenizer, DistilMLMConfig(**QUIET))
+        pipe = DataPipeline(lines, tokenizer, batch_size=4, max_length=32, group_by_length=True)
+        results.append(trainer.train(pipe, pipe, total_steps=5)["losses"] + [trainer.evaluate(pipe)["loss"]])
+        kinds = {None if mask is None else mask.dim() for mask in masks[-5:]}
+        assert kinds == ({None, 4} if late else {2})
+    assert results[1] == pytest.approx(results[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("mpnet", "WithMLMHead")])
+def test_models_are_told_of_padding_so_that_attended_places_get_their_scores(family):
+    model = FAMILIES[family]()
+    padding = find_padding(model)
+    assert padding is not None
+    ids, attended = torch.randint(5, 30, (3, 16)), torch.arange(16) < torch.tensor([[16], [9], [12]])
+    for mask in (attended, torch.ones_like(attended)):
+        batch = {"attention_mask": mask.long(), "info": {"num_attended": int(mask.sum())}}
+        found = outputs_of(model, {"input_ids": ids, "attention_mask": padding.padding(batch, dtype=torch.float32)})
+        expected = outputs_of(model, {"input_ids": ids, "attention_mask": mask.long()})
+        torch.testing.assert_close(found[mask], expected[mask], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["BigBirdConfig", "ConvBertConfig"])
+def test_models_with_an_attention_of_their_own_are_told_of_padding_as_ever(family):
+    assert find_padding(made(family, **SMALL)) is None
 
 
 def test_validation_sums_stay_float64_where_the_module_is_half_precision(tokenizer):

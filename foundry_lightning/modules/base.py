@@ -33,7 +33,7 @@ from foundry_lightning.models import (
 )
 from foundry_lightning.modules.meter import Meter
 from foundry_lightning.optim import optimizer_with_schedule
-from foundry_lightning.packing import Packing, find_packing, text_starts
+from foundry_lightning.packing import Packing, answers_late, find_packing, find_padding, text_starts
 from foundry_lightning.projection import PlainProjection, ScoredProjection
 from foundry_lightning.students import StudentRecipe
 
@@ -80,6 +80,7 @@ class EncoderModule(lightning.LightningModule):
         self._built_groups: list[dict[str, Any]] | None = None
         self._told: set[str] = set()
         self._packings: dict[str, Packing] = {}
+        self._paddings: dict[str, Packing | None] = {}
         self._compiled: list[nn.Module] = []
 
     # ------------------------------------------------------------------ start
@@ -102,6 +103,8 @@ class EncoderModule(lightning.LightningModule):
                     "give it to the trainer."
                 )
         self.prepare()
+        if self._trainer is not None and answers_late(self.trainer.strategy.root_device):
+            self._paddings = {name: find_padding(model) for name, model in self.named_children()}
         if hasattr(data, "connect"):
             self.connect_data(data)
         if not self.by_facade:
@@ -301,10 +304,14 @@ class EncoderModule(lightning.LightningModule):
 
     def inputs(self, batch: Mapping[str, Any], *, of: str = "student") -> dict[str, Any]:
         """What a model, the student or the teacher, takes of a batch."""
-        if "text_ids" in batch:
-            return self.packing(of).inputs(batch, dtype=weight_of(getattr(self, of)).dtype)
         model = getattr(self, of)
-        return {name: batch[name] for name in _MODEL_INPUTS if name in batch and accepts(model, name)}
+        dtype = weight_of(model).dtype
+        if "text_ids" in batch:
+            return self.packing(of).inputs(batch, dtype=dtype)
+        inputs = {name: batch[name] for name in _MODEL_INPUTS if name in batch and accepts(model, name)}
+        if padding := self._paddings.get(of):
+            inputs["attention_mask"] = padding.padding(batch, dtype=dtype)
+        return inputs
 
     def prove_length(self, of: str, data: Any) -> None:
         """Refuses rows on which a model fails, for what it does not say of its positions.
