@@ -477,6 +477,9 @@ def test_a_strategy_that_may_shard_weights_scores_all_places_and_says_so():
         module._fit_to_strategy()
     assert isinstance(module.projection, PlainProjection)
     assert "FSDPStrategy" in module.projection.reason
+    trainer.ckpt_path, trainer.state.fn = "step=00000002.ckpt", "fit"
+    with pytest.raises(ValueError, match="a checkpoint cannot be gone on with under FSDPStrategy.*set strategy='ddp'"):
+        module._fit_to_strategy()
 
 
 # ------------------------------------------------------------------ sizes

@@ -117,7 +117,11 @@ class EncoderModule(lightning.LightningModule):
                 require_compiler(self.trainer.strategy.root_device, named=name)
 
     def _fit_to_strategy(self) -> None:
-        """Leaves out of DDP what no loss reaches, and projects plainly where a strategy shards the weights."""
+        """Leaves out of DDP what no loss reaches, and projects plainly where a strategy shards the weights.
+
+        Raises:
+            ValueError: a checkpoint is to be gone on with under a strategy that may shard them.
+        """
         if self._trainer is None:
             return
         strategy = self.trainer.strategy
@@ -125,8 +129,14 @@ class EncoderModule(lightning.LightningModule):
             for name, value in list(vars(self).items()):
                 if isinstance(value, ScoredProjection):
                     setattr(self, name, PlainProjection(value.body, f"plain scores: {type(strategy).__name__}"))
+            if self.trainer.ckpt_path and self.trainer.state.fn == "fit":
+                raise ValueError(
+                    f"a checkpoint cannot be gone on with under {type(strategy).__name__}, which may shard weights and "
+                    "optimizer; set strategy='ddp'."
+                )
             self.say_once(
-                f"{type(strategy).__name__} may shard weights: all places are scored, not the masked ones only."
+                f"{type(strategy).__name__} may shard weights: all places are scored, not the masked ones only, and "
+                "a checkpoint of this run cannot be gone on with; set strategy='ddp' where a GPU holds the model."
             )
         elif self.trainer.world_size > 1 and self.trainer.state.fn == "fit":
             if isinstance(strategy, DDPStrategy) and strategy._ddp_kwargs.get("find_unused_parameters"):
