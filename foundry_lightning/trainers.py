@@ -17,6 +17,7 @@ import rich
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ProgressBar
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import nn
@@ -101,6 +102,8 @@ def build_trainer(
         "use_distributed_sampler": False,
         "default_root_dir": config.save_dir or None,
     }
+    if any(isinstance(plugin, Precision) for plugin in plugins):
+        del settings["precision"]  # the plugin is one
     if not extra.keys() & {"check_val_every_n_epoch", "val_check_interval"}:
         settings |= {"check_val_every_n_epoch": None, "val_check_interval": NEVER}
     try:

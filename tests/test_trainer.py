@@ -69,7 +69,7 @@ def test_a_window_is_exact_and_clipped_under_float16s_scaler():
             def on_train_start(self, trainer, module, keep=keep):
                 trainer.optimizers[0].register_step_pre_hook(keep)
 
-        trainer.config.trainer_kwargs = {"precision": None, "plugins": [plugin], "callbacks": [Watch()]}
+        trainer.config.trainer_kwargs = {"plugins": [plugin], "callbacks": [Watch()]}
         trainer.train(UNEVEN)
         expected = torch.full((8,), 0.125)
         expected[5], expected[6] = 0.025, -0.775
