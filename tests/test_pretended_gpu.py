@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ from tests.pretended_gpu import Waits, build, plug_in, trainer_settings
 from tests.test_packing import FAMILIES
 
 pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="it is linked as on Linux"),
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="its C++ is written for torch 2.13"),
     pytest.mark.skipif(shutil.which(cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"),
 ]
