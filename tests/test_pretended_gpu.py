@@ -49,7 +49,7 @@ pytestmark = [
 SETTINGS = {"device": "cpu", "progress_bar": False, "learning_rate": 1e-3}  # the Trainer's own settings win
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def device_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("device")
     context = multiprocessing.get_context("spawn")  # a process that went backward before knows its devices for good
