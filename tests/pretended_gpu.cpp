@@ -141,35 +141,33 @@ at::Scalar local_scalar_dense(const Tensor& self) {
 
 // ---------------------------------------------------------------- all other operators
 
-bool asks(const std::string& name, const Tensor& given) {  // results whose size the host has to know; masks as indices
-  static const std::set<std::string> kNames = {
+void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const std::set<std::string> kAsking = {  // for the size of their result, which the host has to know
       "aten::nonzero", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
       "aten::masked_select", "aten::equal", "aten::bincount", "aten::repeat_interleave"};
-  return kNames.count(name) || (name.rfind("aten::index", 0) == 0 && given.scalar_type() == at::kBool && given.dim());
-}
-
-void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.schema().name();
-  bool here = false, wait = false;
+  bool here = false, waits_for_it = kAsking.count(name);
   std::string elsewhere;
-  auto look = [&](const Tensor& tensor, bool index) {
+  auto look = [&](const Tensor& tensor) {
     if (!tensor.defined()) return;
     if (tensor.device().type() == kKind) here = true;
     else if (tensor.dim() > 0) elsewhere = tensor.device().str();  // numbers without dimensions may lie on the host
-    wait = wait || (index || name.rfind("aten::index", 0) != 0 ? asks(name, tensor) : false);
   };
   for (const auto& value : torch::jit::last(*stack, op.schema().arguments().size())) {
-    if (value.isTensor()) look(value.toTensor(), false);
-    else if (value.isTensorList()) for (const Tensor& tensor : value.toTensorList()) look(tensor, false);
+    if (value.isTensor()) look(value.toTensor());
+    else if (value.isTensorList()) for (const Tensor& tensor : value.toTensorList()) look(tensor);
     else if (value.isOptionalTensorList())
-      for (const std::optional<Tensor> tensor : value.toOptionalTensorList()) if (tensor) look(*tensor, true);
+      for (const std::optional<Tensor> index : value.toOptionalTensorList()) if (index) {
+        look(*index);
+        waits_for_it |= index->defined() && index->scalar_type() == at::kBool;  // a mask becomes places
+      }
   }
   TORCH_CHECK(!here || elsewhere.empty(), "Expected all tensors to be on the same device, and ", name, " got ",
               kDevice.str(), " and ", elsewhere);
-  auto before = waits;
-  if (wait) before.push_back(name);
+  auto seen = waits;
+  if (waits_for_it) seen.push_back(name);
   at::native::cpu_fallback(op, stack, /*error_on_views=*/false);  // its own copies are no waits
-  waits = before;
+  waits = seen;
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>()); }

@@ -57,14 +57,13 @@ class _Backend(ModuleType):
         return [torch.bfloat16, torch.float16]
 
 
-def plug_in(library: Path) -> torch.device:
+def plug_in(library: Path) -> None:
     """Makes the device known to this process, for good; once, so in a process of its own."""
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend("gpu")
     torch._register_device_module("gpu", _Backend("gpu"))
     # else `.to` makes new parameters where an old one may not turn into one of another kind of device, as CUDA's may
     torch.__future__.set_swap_module_params_on_conversion(True)
-    return torch.device("gpu", 0)
 
 
 class PretendedAccelerator(Accelerator):

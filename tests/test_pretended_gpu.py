@@ -37,8 +37,9 @@ from foundry_lightning import (
 )
 from foundry_lightning.callbacks.console import CompareWithTeacher
 from foundry_lightning.callbacks.samples import Samples
-from tests.conftest import texts, tiny_bert
+from tests.conftest import tiny_bert
 from tests.pretended_gpu import Waits, build, plug_in, trainer_settings
+from tests.test_device import rows
 from tests.test_packing import FAMILIES
 
 pytestmark = [
@@ -71,10 +72,6 @@ def _in_folder(folder, function, *args, **kwargs):
     os.chdir(folder)
     os.environ["FOUNDRY_LIGHTNING_CACHE"] = str(folder / "cache")
     return function(*args, **kwargs)
-
-
-def rows(tokenizer, **settings) -> DataPipeline:
-    return DataPipeline(texts(24), tokenizer, **{"batch_size": 4, "max_length": 32, **settings})
 
 
 def facade(kind: str, tokenizer, *, there: bool, callbacks=(), plugins=None, **config: Any) -> Any:
@@ -211,7 +208,8 @@ def test_an_overflow_under_float16_leaves_the_weights_and_the_run_goes_on(tokeni
     assert on_device(overflown, tokenizer) == (True, 2.0**38)
 
 
-def masked(place: str, strategy: str, ids: torch.Tensor) -> list[torch.Tensor]:
+def masked(place: str, strategy: str, ids: torch.Tensor) -> list[list]:
+    """Ids after masking and the masked places, as lists."""
     batch = mask_tokens(
         ids.to(place),
         row_ids=torch.arange(len(ids), device=place),
